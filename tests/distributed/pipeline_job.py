@@ -23,6 +23,10 @@ from tests.support import pipelines
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 OUT = Path(sys.argv[2] if len(sys.argv) > 2 else ".")  # imported, as by doctest, it is no job
 WAYS = (("unit", "layers"), ("step", "layers"), ("unit", "parts"), ("unit", "root"))
+MEMORY = {
+    2: (("optimizer", "unit", 1, "none", 512), ("parameters", "unit", 1, "full", 4000)),
+    4: (("parameters", "step", 1, "full", 512), ("parameters", "unit", 2, "none", 512)),
+}
 SEEDS = (0, 1, 4)
 """Of each mesh one."""
 HELD = {2: (0, 1, 2, 3), 4: (1, 2)}
@@ -44,6 +48,7 @@ def plans(*paths: str) -> None:
         "shared": [sharded.run_sharded(n, RANK, WORLD, *WAYS[n], shares=True) for n in SHARED[WORLD]],
         "half": [sharded.run_half(RANK, WORLD)],
         "masters": [sharded.run_masters(RANK, WORLD, *way) for way in sharded.MASTERS],
+        "memory": [sharded.run_memory(RANK, WORLD, *way) for way in MEMORY[WORLD]],
         "frozen": [sharded.run_frozen(RANK, WORLD)],
         "evaluating": [pipelines.run_evaluating(RANK, WORLD)],
     }
@@ -63,6 +68,11 @@ def random_plans(first: str, last: str) -> None:
     """Random plans alone, of more documents."""
     seeds = range(int(first), int(last))
     write({"random": [pipelines.run_random_plan(seed, RANK, WORLD, most_documents=8) for seed in seeds]})
+
+
+def memory(ways: str) -> None:
+    """Peaks of memory alone."""
+    write({"memory": [sharded.run_memory(RANK, WORLD, *way) for way in json.loads(ways)]})
 
 
 def struck() -> None:
@@ -142,7 +152,7 @@ def main() -> None:
         struck()
         return
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    {"plans": plans, "random": random_plans}[sys.argv[1]](*sys.argv[3:])
+    {"plans": plans, "random": random_plans, "memory": memory}[sys.argv[1]](*sys.argv[3:])
     dist.destroy_process_group()
 
 

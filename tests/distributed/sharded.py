@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import varlen as vl
 from varlen.errors import ModelError, SettingError
+from varlen.runtime.clock import TrackedBytes
 from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.main_grads import local
 from varlen.runtime.mesh.fsdp import Shards
@@ -142,6 +143,47 @@ def tied_apart(rank: int, world: int) -> str:
     ):
         engine.step(batch_of(plan), plan)
     return str(refused.value)
+
+
+SIZES_OF_MEMORY = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 896,
+    "num_hidden_layers": 8,
+}
+
+
+def run_memory(
+    rank: int, world: int, sharding: Any, gathered: Any, pp: int, recompute: Any, vocab: int
+) -> dict[str, Any]:
+    """The most bytes alive on each rank, parameters and an optimizer's states among them, and what is predicted."""
+    mesh, is_sharded = vl.Mesh(dp=world // pp, pp=pp, sharding=sharding), sharding == "parameters"
+    with TrackedBytes() as meter:
+        dtype = torch.float32 if is_sharded else torch.bfloat16
+        model = tiny("llama", dtype, vocab_size=vocab, **SIZES_OF_MEMORY)
+        cost = vl.CostModel(
+            model=vl.ModelShape.from_config(model.config),
+            hardware=vl.Hardware.named("h100"),
+            kernels="eager",
+            recompute=recompute,
+            states="float32" if is_sharded else "masters",
+            gathered=gathered,
+        )
+        plan = vl.plan_step([450] * 16, cost=cost, mesh=mesh, method="packed", capacity=900)
+        cut_to_stage(model, mesh, rank // mesh.dp)
+        if is_sharded:
+            shard(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)) as engine:
+            optimizer = torch.optim.AdamW(model.parameters() if is_sharded else engine.master_parameters())
+            for step in range(2):
+                stats = engine.step(batch_of(plan, step), plan, meter=meter)
+                optimizer.step()
+                engine.publish() if not is_sharded else None
+                optimizer.zero_grad()
+    said = vl.simulate(plan, cost).peaks_bytes.T.ravel()
+    return {"said": said.tolist(), "found": stats.peaks_bytes.tolist()}
 
 
 MASTERS = [("optimizer", torch.float64), ("none", torch.float64), ("optimizer", torch.bfloat16)]

@@ -99,6 +99,32 @@ def test_shards_train_what_one_process_trains(two, four):
     assert whole == by_unit | by_step  # one layer at a time, or a stage's all through the step
 
 
+def assert_predicted(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert one["said"] == pytest.approx(one["found"], rel=0.02)
+
+
+def test_peaks_of_memory_are_predicted_whatever_ranks_divide(two, four):
+    assert_predicted(both("memory", two, four))
+
+
+SHARDINGS = [("none", "unit"), ("optimizer", "unit"), ("parameters", "unit"), ("parameters", "step")]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "pp"), [(2, 1), (4, 1), (4, 2)])
+def test_peaks_of_memory_are_predicted_in_all_ways(tmp_path, ranks, pp):
+    ways = [
+        (*sharding, pp, recompute, vocab)
+        for sharding in SHARDINGS
+        for recompute in ("none", "selective", "full")
+        for vocab in (512, 4000)
+    ]
+    as_ranks(JOB, "memory", tmp_path, json.dumps(ways), ranks=ranks, libraries=LIBRARIES)
+    for rank in range(ranks):
+        assert_predicted(json.loads((tmp_path / f"{rank}.json").read_text())["memory"])
+
+
 def test_shards_that_share_documents_train_what_one_process_trains(two, four):
     found = both("shared", two, four)
 

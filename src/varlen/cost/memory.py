@@ -17,6 +17,9 @@ from varlen.cost.shape import CACHE_SIZE, ModelShape, Stages
 from varlen.step_plan import Mesh, Offload, Recompute
 from varlen.types import FloatArray
 
+Gathered = Literal["unit", "step"]
+"""How long parameters that ranks divide are whole: while their layer runs, or all step."""
+
 Saved = Literal["layers", "stage"]
 """What recomputation starts from: the input of each layer, or the input of a chunk's first layer."""
 
@@ -69,17 +72,20 @@ _STATE_BYTES: Final[dict[States, tuple[float, float]]] = {
 the optimizer updates them), and of the masters and Adam's two moments."""
 
 
-def bytes_per_parameter(mesh: Mesh, states: States = "masters") -> float:
+def bytes_per_parameter(mesh: Mesh, states: States = "masters", gathered: Gathered = "unit") -> float:
     """Return bytes of a parameter's states on one GPU, with Adam.
 
     With sharding="optimizer", GPUs that hold equal parameters, dp x cp, divide what the optimizer holds (ZeRO;
     Rajbhandari et al. 2019, arXiv 1910.02054): the masters of narrow weights, or those of float32 weights, which then
-    have masters too. With sharding="parameters" they divide everything.
+    have masters too. With sharding="parameters" they divide everything; with gathered="step", each also has whole
+    parameters and float32 gradients.
     """
     weight, optimizer = _STATE_BYTES[states]
     shards = mesh.dp * mesh.cp
     if mesh.sharding == "parameters":
-        return (weight + optimizer) / shards
+        # Gathered once a step, gradients are divided after the tasks, and take the place of the whole ones.
+        whole = 6.0 - 4.0 / shards if gathered == "step" else 0.0
+        return (weight + optimizer) / shards + whole
     if mesh.sharding == "none" or states == "weights":
         return weight + optimizer
     return weight + (optimizer + 4.0 * (states == "float32")) / shards
@@ -102,6 +108,7 @@ def memory_of(
     kernels: Kernels = "fused",
     *,
     states: States = "masters",
+    gathered: Gathered = "unit",
     recompute_share: float = 1.0,
     saved: Saved = "layers",
     splits_backward: bool = False,
@@ -119,6 +126,7 @@ def memory_of(
       GPU, and all others in host memory.
     - With saved="stage", rows hold the input of the first layer of their chunk, in host memory if keys and values
       are; while a MicroPack runs backward, the inputs of all recomputed layers exist for its rows.
+    - Parameters that ranks divide are gathered unit by unit; see `Units`.
     - If ranks share a document, eager layers gather its keys and values, one layer at a time; fused ones use a ring.
     """
     layers, layer = stages.layers, layer_bytes(model, mesh, recompute, kernels)
@@ -133,6 +141,7 @@ def memory_of(
         near=np.where(is_far, 0.0, layer.kv),
         far=np.where(is_far, layer.kv, 0.0),
         head=np.where(stages.has_head & is_eager, logits, 0.0),
+        head_matrix=np.where(stages.has_head & is_eager, 2.0 * model.head_parameters / mesh.tp, 0.0),
         splits=splits_backward,
     )
     inputs = layer.hidden * held_inputs
@@ -141,6 +150,7 @@ def memory_of(
     held += 4 * model.hidden / mesh.tp * stages.has_head * (not is_eager)
     apart = layer.waiting_again * num_again + layer.waiting_stored * (layers - num_again)
     gradient: FloatArray = 2 * chunks.near * layers
+    units = units_of(model, mesh, stages) if mesh.sharding == "parameters" and gathered == "unit" else None
     sent = messages(layer, num_again == layers, stages)
     taken, back_taken = sent.taken(FORWARD_COUNTS)[0], sent.taken(BACKWARD_COUNTS)[1]
     left, back_left = np.zeros_like(taken), np.zeros_like(back_taken)
@@ -148,14 +158,16 @@ def memory_of(
     back_left[:, OWN], back_left[:, RETURNED] = apart * splits_backward - (held - inputs), -inputs
     back_left[:, OPENED], back_left[:, CLOSED] = gradient, -gradient
     return Memory(
-        state_bytes=_state_bytes(model, mesh, stages, kernels, states),
+        state_bytes=_state_bytes(
+            model, mesh, stages, kernels, bytes_per_parameter(mesh, states, gathered), units
+        ),
         held_bytes=held,
         gradient_bytes=gradient,
         near_bytes=LAYERS_ON_DEVICE * chunks.far,
         kept_for_weight_bytes=apart,
         forward_peaks=forward_peaks(layer, chunks, left, taken),
         forward_left=left + taken + sent.given(FORWARD_COUNTS)[0],
-        backward_peaks=backward_peaks(layer, chunks, back_taken),
+        backward_peaks=backward_peaks(layer, chunks, back_taken, units),
         backward_left=back_left + back_taken + sent.given(BACKWARD_COUNTS)[1],
         first_bytes=np.stack([sent.received_forward, sent.received_backward]),
         limit_bytes=limit_bytes,
@@ -175,17 +187,74 @@ def _inputs(
 
 
 def _state_bytes(
-    model: ModelShape, mesh: Mesh, stages: Stages, kernels: Kernels, states: States
+    model: ModelShape,
+    mesh: Mesh,
+    stages: Stages,
+    kernels: Kernels,
+    bytes_of_one: float,
+    units: Units | None,
 ) -> FloatArray:
     """Return the bytes of states of each stage, float64 `[pp]`."""
-    chunks = chunk_parameters(model, stages) / mesh.tp * bytes_per_parameter(mesh, states)
-    if mesh.sharding == "parameters":
-        # Layers are gathered one at a time: bf16 parameters, and gradients until they are reduced.
-        chunks += 4 * model.parameters_per_layer / mesh.tp * (np.arange(mesh.num_chunks) < mesh.pp)
+    chunks = chunk_parameters(model, stages) / mesh.tp * bytes_of_one
+    if units is not None:
+        chunks += units.always * (np.arange(mesh.num_chunks) < mesh.pp)
     if kernels == "fused":
         chunks += LOGIT_ROWS * logit_bytes(model) / mesh.tp * stages.has_head
     of_stages: FloatArray = chunks.reshape(mesh.virtual_stages, mesh.pp).sum(axis=0)
     return of_stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """Bytes of parameters that ranks divide, and of their gradients, while a unit of the model runs.
+
+    - A layer's parameters are there, in bf16, and the next one's are being gathered.
+    - A backward pass makes a layer's gradients in bf16, and those of head and embedding in float32.
+    - Then they are summed in float32; the message, and its sum, are there until the next unit's gradients are.
+
+    Every array float64 `[num_chunks]`.
+    """
+
+    layer: float  # parameters of a layer
+    after_attention: float  # gradients of a layer that are there while its attention runs backward
+    sums: float  # 1 + the share of a gradient that a rank gets
+    head: FloatArray  # parameters of the head, where it is
+    embedding: FloatArray
+    kept: FloatArray  # gradients of a tied weight, from the head to the embedding
+
+    @property
+    def message(self) -> float:
+        """Gradients of a layer in float32, and this rank's part of the sum."""
+        return 2 * self.layer * self.sums
+
+    @property
+    def always(self) -> float:
+        """Bytes counted as states; the peaks of tasks count the difference."""
+        return 2 * self.layer
+
+    def at_layer(self, done: FloatArray, layers: FloatArray) -> FloatArray:
+        """Return that difference when a layer's backward pass begins, after `done` others of so many."""
+        from_head = 2 * self.head * self.sums * (self.kept == 0)
+        ahead = self.layer * (done < layers - 1)
+        found: FloatArray = self.layer + ahead + self.kept - self.always
+        return found + np.where(done > 0, self.message, from_head)
+
+
+def units_of(model: ModelShape, mesh: Mesh, stages: Stages) -> Units:
+    """Return the bytes of units."""
+    layer, matrix = 2.0 * model.parameters_per_layer / mesh.tp, 2.0 * model.head_parameters / mesh.tp
+    head, embedding = matrix * stages.has_head, matrix * stages.has_embedding
+    is_tied = stages.has_head & stages.has_embedding & model.tied
+    out = model.heads * model.value_head_dim * model.hidden
+    before = 2.0 * (model.attention_parameters - out) / mesh.tp
+    return Units(
+        layer=layer,
+        after_attention=layer - before,
+        sums=1 + 1 / (mesh.dp * mesh.cp),
+        head=head,
+        embedding=embedding,
+        kept=2 * head * is_tied,
+    )
 
 
 def chunk_parameters(model: ModelShape, stages: Stages) -> FloatArray:
@@ -442,6 +511,8 @@ class Chunks:
     """Bytes of keys and values per row and layer in host memory."""
     head: FloatArray
     """Bytes of a row of logits; 0 without a head, or if it is counted elsewhere."""
+    head_matrix: FloatArray
+    """Bytes of a product of the head's shape, before it is accumulated; 0 as of `head`."""
     splits: bool
     """Whether weight gradients are separate tasks."""
 
@@ -465,13 +536,17 @@ def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: Fl
     return _needed([run, attention])
 
 
-def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> FloatArray:
+def backward_peaks(
+    layer: LayerBytes, chunks: Chunks, taken: FloatArray, units: Units | None = None
+) -> FloatArray:
     """Return bytes per count at the peaks of a backward task, float64 `[chunks, peaks, 14]`; `taken` of messages."""
     num_stored, last = chunks.layers - chunks.num_again, chunks.layers - 1
     # Affine in the finished layers, except where recomputation begins and while the first gradients are allocated.
     corners = [0 * last, np.maximum(num_stored - 1, 0), np.minimum(num_stored, last), last]
     corners += [np.minimum(some, last) for some in range(1, LAYERS_ON_DEVICE + 1) if chunks.far.any()]
-    peaks = [peak for done in corners for peak in _in_layer(layer, chunks, taken, done)]
+    if units is not None:  # no message is there at first, and no next layer at last
+        corners += [np.minimum(1, last), np.maximum(last - 1, 0)]
+    peaks = [peak for done in corners for peak in _in_layer(layer, chunks, taken, done, units)]
     if chunks.splits and layer.is_eager:
         ended = taken.copy()
         ended[:, OWN] += layer.waiting_last
@@ -484,11 +559,29 @@ def backward_peaks(layer: LayerBytes, chunks: Chunks, taken: FloatArray) -> Floa
     logits[:, OWN] += layer.hidden + 4 + (layer.made + layer.hidden * chunks.made_inputs) * is_made
     logits[:, NEAR] = LAYERS_ON_DEVICE * chunks.far * is_made
     logits[:, COPIED] = _copied(layer, chunks, is_made)
-    logits *= (chunks.head > 0)[:, np.newaxis]
+    logits[:, ANY] = chunks.head_matrix
+    has_logits = chunks.head > 0
+    if units is not None:
+        # Parameters of both ends, which one module may hold; the head's gradients; parameters of the next layer, and
+        # of one that was made again.
+        ends = 3 * units.head + units.embedding * (units.kept == 0)
+        logits[:, ANY] += ends + units.layer * (1 + is_made) - units.always
+        has_logits = units.head > 0
+        embedding = taken.copy()
+        embedding[:, OWN] += 3 * layer.hidden  # the gradient of what came in, in float32 too
+        _finish(embedding, layer, chunks, chunks.layers)
+        _open(embedding, chunks, chunks.layers)
+        gradient = 2 * units.embedding
+        embedding[:, ANY] = np.maximum(units.message + gradient, gradient * units.sums) - units.always
+        embedding *= (units.embedding > 0)[:, np.newaxis]
+        peaks.append(embedding)
+    logits *= has_logits[:, np.newaxis]
     return _needed([*peaks, logits])
 
 
-def _in_layer(layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatArray) -> list[FloatArray]:
+def _in_layer(
+    layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatArray, units: Units | None
+) -> list[FloatArray]:
     """Return the peaks at the beginning of a layer's backward pass and in its attention, after `done` layers."""
     is_again = done >= chunks.layers - chunks.num_again
     made = np.where(is_again, layer.hidden * chunks.made_inputs, 0.0)
@@ -509,7 +602,10 @@ def _in_layer(layer: LayerBytes, chunks: Chunks, taken: FloatArray, done: FloatA
     begins[:, NEAR] = LAYERS_ON_DEVICE * chunks.far * (is_again | (done > 0))
     attention[:, NEAR] = LAYERS_ON_DEVICE * chunks.far
     peaks = [begins]
-    if layer.is_eager and not chunks.splits:
+    if units is not None:
+        begins[:, ANY] = units.at_layer(done, chunks.layers) + layer.matrix * (not chunks.splits)
+        attention[:, ANY] = units.at_layer(done, chunks.layers) + units.after_attention * (not chunks.splits)
+    elif layer.is_eager and not chunks.splits:
         # The gradient of the last matrix is computed before the widest gradients.
         first = begins.copy()
         first[:, OWN] -= layer.widened

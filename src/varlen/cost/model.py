@@ -17,12 +17,14 @@ from varlen.cost import memory as memories
 from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable
 from varlen.cost.memory import (
     LAYERS_ON_DEVICE,
+    Gathered,
     Kernels,
     Memory,
     Saved,
     States,
     chunk_parameters,
     kv_shards,
+    layers_again,
     memory_of,
     reused_bytes,
 )
@@ -38,7 +40,7 @@ from varlen.cost.shape import (
     step_flops,
 )
 from varlen.errors import SettingError
-from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
+from varlen.step_plan import KINDS, Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray
 
 Mode = Literal["calibrated", "flops"]
@@ -76,6 +78,9 @@ class CostModel:
     """What an optimizer (Adam) updates: "masters", float32 copies of half-precision weights as
     `SliceEngine.master_parameters` has them (18 bytes a parameter; 6 + 12 / dp with sharding="optimizer"); "weights",
     the half-precision weights themselves (12); "float32", weights in float32 (16)."""
+    gathered: Gathered = "unit"
+    """How long parameters are whole that sharding="parameters" divides: while their layer runs, or all "step", as of
+    `SliceEngine(gathered="step")`, which takes 6 bytes a parameter more and gathers and reduces only once."""
     memory_fraction: float = 0.92
     """Share of a GPU's memory that a plan may use; the allocator and libraries use the rest."""
     tp_overlap: float = 0.0
@@ -98,6 +103,7 @@ class CostModel:
             ("mode", Mode),
             ("kernels", Kernels),
             ("states", States),
+            ("gathered", Gathered),
         ):
             if getattr(self, name) not in get_args(allowed):
                 raise SettingError(
@@ -177,6 +183,7 @@ class CostModel:
             self.limit_bytes,
             self.kernels,
             states=self.states,
+            gathered=self.gathered,
             recompute_share=self.recompute_share,
             saved=self.saved,
             splits_backward=splits_backward,
@@ -197,17 +204,23 @@ class CostModel:
         Args:
             mesh: the GPUs, dp x cp of which synchronize, and the sharding.
         """
-        return gradient_sync_s(self.model, self.hardware, mesh, self.stages(mesh))
+        return gradient_sync_s(self.model, self.hardware, mesh, self.stages(mesh), self.gathered)
 
-    def gather_s(self, mesh: Mesh) -> FloatArray:
-        """Return seconds that gathering a chunk's parameters for a MicroPack takes, float64 `[num_chunks]`.
+    def traffic_s(self, mesh: Mesh, *, splits_backward: bool = False) -> FloatArray:
+        """Return seconds in which a task gathers parameters and reduces gradients, float64 `[3, num_chunks]`.
 
-        A backward MicroPack takes twice that: it gathers again, and reduces gradients to shards.
+        In this order: forward, backward and weight-gradient tasks.
 
         Args:
-            mesh: the GPUs, and the sharding; all 0 unless parameters are sharded.
+            mesh: the GPUs, and the sharding; all 0 unless parameters are divided and gathered unit by unit.
+            splits_backward: whether weight gradients are separate tasks, which reduce them.
         """
-        return gather_s(self.model, self.hardware, mesh, self.stages(mesh))
+        stages = self.stages(mesh)
+        if mesh.sharding != "parameters" or self.gathered == "step":
+            return np.zeros((KINDS, mesh.num_chunks))
+        again = layers_again(stages.layers, self.recompute_share) * (self.recompute == "full")
+        made = np.maximum(again - 1, 0) * (self.saved == "stage")
+        return traffic_s(self.model, self.hardware, mesh, stages, made, splits_backward=splits_backward)
 
     def flops(self, lengths: npt.ArrayLike) -> Flops:
         """Return FLOPs of a step on whole documents: those that MFU counts, and those that are computed.
@@ -426,14 +439,17 @@ def collective_s(link: Link, num_bytes: FloatArray, size: int) -> FloatArray:
     return math.ceil(math.log2(size)) * link.latency_s + num_bytes * (size - 1) / size / link.bytes_per_s
 
 
-def gradient_sync_s(model: ModelShape, hardware: Hardware, mesh: Mesh, stages: Stages) -> FloatArray:
+def gradient_sync_s(
+    model: ModelShape, hardware: Hardware, mesh: Mesh, stages: Stages, gathered: Gathered = "unit"
+) -> FloatArray:
     """Return seconds of the gradient synchronization at a step's end, float64 `[pp]`.
 
     Float32 gradients are all-reduced (sharding="none"), or reduced to shards, whose new bf16 parameters are gathered
-    ("optimizer"). With "parameters", gradients have been reduced after each MicroPack.
+    ("optimizer", and "parameters" if they are gathered once a step). Else gradients have been reduced by each
+    MicroPack.
     """
     peers = mesh.dp * mesh.cp
-    if mesh.sharding == "parameters" or peers == 1:
+    if (mesh.sharding == "parameters" and gathered == "unit") or peers == 1:
         return np.zeros(mesh.pp)
     own = chunk_parameters(model, stages).reshape(mesh.virtual_stages, mesh.pp).sum(axis=0) / mesh.tp
     link = peers_link(hardware, mesh)
@@ -441,12 +457,30 @@ def gradient_sync_s(model: ModelShape, hardware: Hardware, mesh: Mesh, stages: S
     return collective_s(link, 4.0 * own, peers) + collective_s(link, back * own, peers)
 
 
-def gather_s(model: ModelShape, hardware: Hardware, mesh: Mesh, stages: Stages) -> FloatArray:
-    """Return seconds that gathering a chunk's bf16 parameters takes, float64 `[num_chunks]`; 0 unless sharded.
+def traffic_s(
+    model: ModelShape,
+    hardware: Hardware,
+    mesh: Mesh,
+    stages: Stages,
+    made: FloatArray,
+    *,
+    splits_backward: bool,
+) -> FloatArray:
+    """Return seconds in which a task of each kind gathers and reduces, float64 `[3, num_chunks]`.
 
-    A forward MicroPack gathers once; a backward one gathers again and reduces as many bytes of gradients to shards.
+    Units are gathered in bf16 and reduced in float32. Forward tasks gather embedding and layers; backward tasks the
+    head, the layers, and again those whose inputs are `made` again, `[num_chunks]`.
     """
-    if mesh.sharding != "parameters":
-        return np.zeros(mesh.num_chunks)
-    own = 2.0 * chunk_parameters(model, stages) / mesh.tp
-    return collective_s(peers_link(hardware, mesh), own, mesh.dp * mesh.cp)
+    link, peers = peers_link(hardware, mesh), mesh.dp * mesh.cp
+    layer, end = model.parameters_per_layer / mesh.tp, model.head_parameters / mesh.tp
+    head, embedding = (has.astype(np.float64) for has in (stages.has_head, stages.has_embedding))
+
+    def moved_s(layers: FloatArray, ends: FloatArray, bytes_of_one: float) -> FloatArray:
+        seconds = layers * collective_s(link, np.array(bytes_of_one * layer), peers)
+        found: FloatArray = seconds + ends * collective_s(link, np.array(bytes_of_one * end), peers)
+        return found
+
+    reduced = moved_s(stages.layers, 0 * head, 4.0)
+    forward = moved_s(stages.layers, embedding, 2.0)
+    backward = moved_s(stages.layers + made, head, 2.0) + moved_s(0 * head, head + embedding, 4.0)
+    return np.stack([forward, backward + reduced * (not splits_backward), reduced * splits_backward])

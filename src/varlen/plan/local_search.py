@@ -31,7 +31,7 @@ from varlen.plan.compose import (
 )
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import Dispatched, Pipeline, dispatch
-from varlen.simulate.graph import StageCosts, gathers_s, priced
+from varlen.simulate.graph import StageCosts, priced
 from varlen.simulate.memory import backward_counts, bytes_of, forward_counts
 from varlen.types import FloatArray, Int32Array, IntArray
 
@@ -153,7 +153,7 @@ def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:
         work.back,
         costs.layers,
         costs.has_head,
-        gathers_s(costs.gather_s, splits=costs.splits),
+        costs.gather_s,
         costs.splits,
         costs.head_at_once,
     )

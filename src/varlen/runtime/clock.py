@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from varlen.runtime.main_grads import local
 from varlen.types import FloatArray
 
 _IN_HOST_MEMORY: ContextVar[bool] = ContextVar("_IN_HOST_MEMORY", default=False)
@@ -84,7 +85,8 @@ class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     It looks at what every operation returns, backward passes among them, so it sees tensors and not what a kernel
     uses within one call; operations take several times as long, so nothing is timed while it is on. What was made
-    `in_host_memory` is counted apart.
+    `in_host_memory` is counted apart. Storages that are resized, as FSDP2 resizes those of gathered parameters, count
+    with their new size.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,8 @@ class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes alive now in host memory."""
         self.host_peak = 0
         """The most bytes ever alive there at once."""
-        self._known: set[int] = set()
+        self._sizes: dict[int, int] = {}
+        """Bytes of storages, by number."""
 
     def begin_peak(self) -> None:
         """Forget the highest count so far."""
@@ -105,37 +108,46 @@ class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> TrackedBytes:
         super().__enter__()  # type: ignore[no-untyped-call]
+        _watch_resizes(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _METERS.remove(self)
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = {
-            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+            local(x).untyped_storage()._cdata
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
         }
         made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._known:
+                storage = local(tensor).untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._sizes:
                     self._count(storage)
         return made
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        number, size, is_on_host = storage._cdata, storage.nbytes(), _IN_HOST_MEMORY.get()
-        self._known.add(number)
-        self._add(size, is_on_host)
+        number, is_on_host = storage._cdata, _IN_HOST_MEMORY.get()
+        self._sizes[number] = storage.nbytes()
+        self._add(storage.nbytes(), is_on_host)
 
         def died() -> None:
-            self._known.discard(number)
-            self._add(-size, is_on_host)
+            self._add(-self._sizes.pop(number), is_on_host)
 
         weakref.finalize(storage, died).atexit = False
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage with its new size."""
+        if storage._cdata in self._sizes:
+            before, self._sizes[storage._cdata] = self._sizes[storage._cdata], storage.nbytes()
+            self._add(storage.nbytes() - before, False)
 
     def _add(self, size: int, is_on_host: bool) -> None:
         if is_on_host:
@@ -144,6 +156,25 @@ class TrackedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self.live += size
             self.peak = max(self.peak, self.live)
+
+
+_METERS: list[TrackedBytes] = []  # those that are entered, in all threads
+
+
+def _watch_resizes(meter: TrackedBytes) -> None:
+    """Tell meters of resized storages, of which no operation tells."""
+    resize: Any = torch.UntypedStorage.resize_
+    if not hasattr(resize, "tells_meters"):
+
+        def resize_and_tell(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resized: torch.UntypedStorage = resize(storage, size)
+            for each in tuple(_METERS):
+                each.resized(storage)
+            return resized
+
+        resize_and_tell.tells_meters = True  # type: ignore[attr-defined]
+        torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign, assignment]
+    _METERS.append(meter)
 
 
 BytesMeter = CudaBytes | TrackedBytes

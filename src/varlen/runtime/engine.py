@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from varlen.arguments import as_count, in_words
 from varlen.attention.kernels import Kernels
 from varlen.batch.packed import LossWeighting, PackedBatch
-from varlen.cost.memory import Saved
+from varlen.cost.memory import Gathered, Saved
 from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
@@ -23,7 +23,7 @@ from varlen.runtime.clock import BytesMeter
 from varlen.runtime.decoder import DecoderParts, check_model
 from varlen.runtime.inputs import StepInputs, lengths_of, means, step_inputs
 from varlen.runtime.masters import Masters
-from varlen.runtime.mesh.fsdp import Gathered, is_sharded
+from varlen.runtime.mesh.fsdp import is_sharded
 from varlen.runtime.mesh.rank import MeshRank, Totals, totals_of_one
 from varlen.runtime.split import check_layers
 from varlen.runtime.stage_run import TaskRun

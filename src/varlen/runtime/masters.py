@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.runtime.main_grads import gradient_of, is_narrow, local, set_gradient, wide
-from varlen.runtime.mesh.gradients import BUCKET_BYTES, buckets, known_to_any, row_length, rows_of_sums
+from varlen.runtime.mesh.gradients import BUCKET_BYTES, begin_row_sums, buckets, known_to_any, row_length
 from varlen.runtime.mesh.process_groups import Group
 from varlen.runtime.mesh.shared_documents import ProcessPeers
 
@@ -118,7 +118,7 @@ class Masters:
         has = {name: gradient_of(pair.parameter) is not None for name, pair in divided.items()}
         found = known_to_any({name: pair.parameter for name, pair in divided.items()}, has, self._replicas)
         for bucket in _buckets([divided[name] for name in found]):
-            sums = rows_of_sums([pair.parameter for pair in bucket], ProcessPeers(self._replicas))
+            sums = begin_row_sums([pair.parameter for pair in bucket], ProcessPeers(self._replicas))()
             for pair, own in zip(bucket, sums):
                 held = local(pair.master)
                 rows = own[: held.numel()].view_as(held).clone()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.simulate import kernels
-from varlen.simulate.graph import Durations, StageCosts, gathers_s, last_forwards
+from varlen.simulate.graph import Durations, StageCosts, last_forwards
 from varlen.simulate.memory import TaskBytes, plan_bytes
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, StepPlan
 from varlen.types import FloatArray, Int32Array
@@ -129,7 +129,7 @@ def _pipeline_of(
 ) -> Pipeline:
     """Build one rank's pipeline from its MicroPacks `ahead` (forward) and `back` (backward)."""
     # Sharded parameters are gathered while a task computes: it takes as long as the longer of the two.
-    gathers = gathers_s(seconds.gather, splits=costs.splits)[:, :, np.newaxis]
+    gathers = seconds.gather[:, :, np.newaxis]
     weight = seconds.weight[:, back]
     return Pipeline(
         forward=np.maximum(seconds.forward[:, ahead], gathers[FORWARD]),

@@ -222,8 +222,7 @@ def _seconds(
         lengths[some] = seconds[micropacks[some]]
         lags[some] = np.where(rows[micropacks[some]] > 0, durations.latency_s, 0)
     some = kinds == GATHER
-    gathers = gathers_s(durations.gather, splits=plan.splits_backward)
-    lengths[some] = gathers[passes[some], chunks[some]]
+    lengths[some] = durations.gather[passes[some], chunks[some]]
     some = kinds == GRADIENT_SYNC
     lengths[some] = durations.sync[stage_ids[some] % plan.mesh.pp]
     return lengths, lags
@@ -460,8 +459,8 @@ class Durations:
     latency_s: float
     """Further seconds until a message arrives, in which the link is free."""
     gather: FloatArray
-    """float64 `[num_chunks]`: seconds to gather a chunk's parameters, or to scatter its gradients; 0 unless they are
-    sharded."""
+    """float64 `[3, num_chunks]`: seconds in which a task of each kind gathers parameters and reduces gradients; 0
+    unless they are sharded. With overlap, a task takes as long as the longer of this and its computation."""
     sync: FloatArray
     """float64 `[pp]`: seconds of the gradient sync of a stage at the step's end."""
     forward_rows: FloatArray
@@ -515,15 +514,6 @@ def durations_of_prices(costs: StageCosts, forward: FloatArray, backward: FloatA
     )
 
 
-def gathers_s(gather: FloatArray, *, splits: bool) -> FloatArray:
-    """Return seconds in which a task of each kind gathers parameters and scatters gradients, `[3, num_chunks]`.
-
-    A backward task does both, unless weight gradients, which are scattered, are separate tasks. With overlap, a task
-    takes as long as the longer of this and its computation.
-    """
-    return np.array([1, 1 if splits else 2, 1])[:, np.newaxis] * gather
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageCosts:
     """All numbers of a cost model on one mesh that simulation and planning need, by chunk of layers."""
@@ -535,7 +525,7 @@ class StageCosts:
     has_head: FloatArray
     """float64 `[chunks]`: 1 for the chunk that has the vocabulary head."""
     gather_s: FloatArray
-    """float64 `[chunks]`: seconds to gather a chunk's parameters, if they are sharded."""
+    """float64 `[3, chunks]`: as `Durations.gather`."""
     send_latency_s: float
     send_s_per_row: float
     sync_s: FloatArray
@@ -561,7 +551,7 @@ def stage_costs(cost: CostModel, mesh: Mesh, *, splits: bool = False) -> StageCo
         rates=cost.rates(mesh),
         layers=stages.layers,
         has_head=stages.has_head.astype(np.float64),
-        gather_s=cost.gather_s(mesh),
+        gather_s=cost.traffic_s(mesh, splits_backward=splits),
         send_latency_s=latency,
         send_s_per_row=per_row,
         sync_s=cost.gradient_sync_s(mesh),

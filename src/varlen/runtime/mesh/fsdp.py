@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from varlen.cost.memory import Gathered
 from varlen.errors import ModelError, SettingError
 from varlen.runtime.chunk import Event, Units
 from varlen.runtime.decoder import EMBEDDING, DecoderParts
@@ -33,11 +34,9 @@ from varlen.runtime.main_grads import (
     take_gradient,
     wide,
 )
-from varlen.runtime.mesh.gradients import BUCKET_BYTES, buckets, known_to_any, rows_of_sums, scattered
+from varlen.runtime.mesh.gradients import BUCKET_BYTES, begin_row_sums, buckets, known_to_any, scattered
 from varlen.runtime.mesh.process_groups import Group
 from varlen.runtime.mesh.shared_documents import ProcessPeers
-
-Gathered = Literal["unit", "step"]  # sharded parameters are whole while a unit of the model runs, or all step
 
 
 class Unhooked:
@@ -138,6 +137,8 @@ class Shards(Units):
         self._used: list[int] = []
         self._coming: dict[int, Any] = {}
         """Modules that are being gathered, by id."""
+        self._reducing: list[tuple[list[str], Callable[[], Sequence[torch.Tensor]]]] = []
+        """Parameters whose gradients are being summed, and what waits for the sums."""
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -181,6 +182,7 @@ class Shards(Units):
         while self._events:
             event, unit = self._events[0]
             getattr(self, event)(unit)
+        self._end_sums()
 
     def gather(self, unit: int) -> None:
         """Gather a unit, and begin with the task's next one."""
@@ -203,7 +205,7 @@ class Shards(Units):
                 module.reshard()
 
     def reduce(self, unit: int) -> None:
-        """Add the sum of all replicas' gradients of a unit to each replica's part."""
+        """Begin to add the sum of all replicas' gradients of a unit to each replica's part."""
         assert self._events.popleft() == ("reduce", unit)
         if not self._by_step:
             self._sum(self._reduced[unit])
@@ -224,6 +226,7 @@ class Shards(Units):
         if self._by_step:
             for unit in reversed(self._reduced):
                 self._sum(self._reduced[unit])
+            self._end_sums()
         known = known_to_any(self._sharded, dict.fromkeys(self._has, True), self._replicas)
         for name in self._sharded.keys() - set(known):
             set_gradient(self._sharded[name], None)
@@ -234,6 +237,7 @@ class Shards(Units):
             take_gradient(parameter)
 
     def _sum(self, names: Sequence[str]) -> None:
+        self._end_sums()
         learning = {id(self._whole[n]): n for n in names if self._sharded[n].requires_grad}
         for bucket in buckets([self._whole[n] for n in learning.values()], BUCKET_BYTES):
             held = [learning[id(parameter)] for parameter in bucket]
@@ -243,9 +247,15 @@ class Shards(Units):
                 for name in held:
                     self._add(name, self._scattered(name))
                 continue
-            for name, rows in zip(held, rows_of_sums(bucket, ProcessPeers(self._replicas, self._waiting))):
+            sums = begin_row_sums(bucket, ProcessPeers(self._replicas, self._waiting))
+            self._reducing.append((held, sums))
+
+    def _end_sums(self) -> None:
+        for names, sums in self._reducing:
+            for name, rows in zip(names, sums()):
                 own = local(self._sharded[name].detach())
                 self._add(name, rows[: own.numel()].view(own.shape))
+        self._reducing.clear()
 
     def _scattered(self, name: str) -> torch.Tensor:
         whole = take_gradient(self._whole[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,13 +120,14 @@ def row_length(shape: torch.Size, ranks: int) -> int:
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
-def rows_of_sums(parameters: Sequence[Any], peers: ProcessPeers) -> Sequence[torch.Tensor]:
-    """Sum gradients of one dtype over ranks, and free them; all ranks call it at once.
+def begin_row_sums(parameters: Sequence[Any], peers: ProcessPeers) -> Callable[[], Sequence[torch.Tensor]]:
+    """Begin to sum gradients of one dtype over ranks, and remove them; all ranks call it at once.
 
     A parameter without a gradient counts as zeros.
 
     Returns:
-        This rank's rows of each parameter, float32 or wider, `[row_length]`, zeros where the last ranks lack some.
+        What waits for the sums, and returns this rank's rows of each parameter, float32 or wider, `[row_length]`,
+        with zeros where the last ranks lack some.
     """
     lengths = [row_length(parameter.shape, peers.size) for parameter in parameters]
     parts = _as_message(parameters[0], peers.size, lengths[0]) if len(parameters) == 1 else None
@@ -138,7 +139,8 @@ def rows_of_sums(parameters: Sequence[Any], peers: ProcessPeers) -> Sequence[tor
                 for own, rows in zip(into, torch.split(found.reshape(-1), into.shape[1])):
                     own[: len(rows)] = rows
             del found  # not alive beside the next one
-    return torch.split(peers.reduce_scatter(parts), lengths)
+    end = peers.begin_reduce_scatter(parts)
+    return lambda: torch.split(end(), lengths)
 
 
 def _as_message(parameter: Any, ranks: int, length: int) -> torch.Tensor | None:

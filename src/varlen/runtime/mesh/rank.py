@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.device_mesh import init_device_mesh
 
 from varlen.attention.kernels import Kernels
-from varlen.cost.memory import Saved
+from varlen.cost.memory import Gathered, Saved
 from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_tasks
 from varlen.plan.serialize import plan_fingerprint
@@ -31,7 +31,7 @@ from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.consistency import agree, batch_fingerprint, fingerprint_of
 from varlen.runtime.mesh.failures import GRACE_S, Notes, WaitReporter, naming_the_missing, wait_until
-from varlen.runtime.mesh.fsdp import Gathered, Shards, is_sharded, waiting_at_most
+from varlen.runtime.mesh.fsdp import Shards, is_sharded, waiting_at_most
 from varlen.runtime.mesh.gradients import Reduction
 from varlen.runtime.mesh.process_groups import Groups, MeshCoordinate, coordinate_of, open_groups
 from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, shared_documents

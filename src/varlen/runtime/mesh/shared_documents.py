@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -305,21 +306,36 @@ class ProcessPeers:
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
         """As `Peers.reduce_scatter`; from the CPU, parts are overwritten."""
+        return self.begin_reduce_scatter(parts)()
+
+    def begin_reduce_scatter(self, parts: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin `reduce_scatter`, and return what waits for the sum; on the CPU it is there at once."""
         parts = parts.contiguous()
         out = parts.new_empty(parts.shape[1:])
+        work: Any = None
         with self._waiting():
             if parts.is_cuda:
-                self._group.backend._reduce_scatter_base(out, parts.flatten(0, 1)).wait()
+                work = self._group.backend._reduce_scatter_base(out, parts.flatten(0, 1))
             else:
-                into = out
-                for turn in range(1, self.size):
-                    after, before = (self.rank + turn) % self.size, (self.rank - turn) % self.size
-                    works = [self._group.receive(into, before), self._group.send(parts[after], after)]
-                    for work in works:
-                        work.wait()
-                    out.add_(parts[self.rank] if turn == 1 else into)
-                    into = parts[after]  # has been sent, so that no more memory is needed
+                self._add_in_turn(parts, out)
+        return partial(self._ended, work, parts, out)
+
+    def _ended(self, work: Any, _: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Return a sum once it is there; until then its parts are kept alive."""
+        if work is not None:
+            with self._waiting():
+                work.wait()
         return out
+
+    def _add_in_turn(self, parts: torch.Tensor, out: torch.Tensor) -> None:
+        into = out if self.size > 1 else out.copy_(parts[0])
+        for turn in range(1, self.size):
+            after, before = (self.rank + turn) % self.size, (self.rank - turn) % self.size
+            works = [self._group.receive(into, before), self._group.send(parts[after], after)]
+            for work in works:
+                work.wait()
+            out.add_(parts[self.rank] if turn == 1 else into)
+            into = parts[after]  # has been sent, so that no more memory is needed
 
 
 def peers_of(
