@@ -1,6 +1,7 @@
 """Model shapes, their FLOPs and bytes, stages and traffic: published counts, closed forms, clear refusals."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -575,13 +576,42 @@ def test_gradients_travel_as_their_sharding_says():
     assert COST.gradient_sync_s(Mesh()).tolist() == [0]
 
 
-def test_parameters_are_gathered_for_every_micropack_where_they_are_sharded():
-    gathered = COST.gather_s(Mesh(dp=4, pp=2, tp=2, sharding="parameters"))
-    parameters = COST.memory(Mesh(pp=2, sharding="none"))
+@pytest.mark.parametrize("splits", [False, True])
+def test_every_micropack_gathers_units_in_half_precision_and_reduces_them_in_float32(splits):
+    mesh = Mesh(dp=4, pp=2, tp=2, sharding="parameters")
+    cost = COST.replace(recompute="full", saved="stage")
+    layer, end = LLAMA.parameters_per_layer, LLAMA.head_parameters
 
-    assert COST.gather_s(Mesh(dp=4, pp=2)).tolist() == [0, 0]
-    first = parameters.state_bytes[0] / 18
-    assert gathered[0] == pytest.approx(2 * first / 2 * 3 / 4 / 360e9 + 2 * 10e-6)
+    def seconds(layers: int, ends: int, width: int) -> float:
+        return (layers * layer + ends * end) / 2 * width * 3 / 4 / 360e9 + (layers + ends) * 2 * 10e-6
+
+    first, last = cost.traffic_s(mesh, splits_backward=splits).T
+    layers = cost.stages(mesh).layers.astype(int).tolist()
+    reduced = [seconds(count, 0, 4) for count in layers]
+    assert first[0] == pytest.approx(seconds(layers[0], 1, 2))
+    assert last[0] == pytest.approx(seconds(layers[1], 0, 2))
+    again = [
+        seconds(2 * count - 1, 0, 2) for count in layers
+    ]  # inputs of all layers but the first are made again
+    assert first[1] == pytest.approx(again[0] + seconds(0, 1, 4) + reduced[0] * (not splits))
+    assert last[1] == pytest.approx(again[1] + seconds(0, 1, 2 + 4) + 2 * 10e-6 + reduced[1] * (not splits))
+    assert [first[2], last[2]] == pytest.approx([seconds_ * splits for seconds_ in reduced])
+
+
+def test_parameters_that_are_gathered_once_a_step_are_synchronized_as_optimizer_states_are():
+    mesh = Mesh(dp=4, pp=2, sharding="parameters")
+    by_step = COST.replace(gathered="step")
+
+    assert not COST.traffic_s(replace(mesh, sharding="optimizer")).any()
+    assert not by_step.traffic_s(mesh).any()
+    assert (
+        by_step.gradient_sync_s(mesh).tolist()
+        == COST.gradient_sync_s(replace(mesh, sharding="optimizer")).tolist()
+    )
+    own = COST.memory(replace(mesh, sharding="none")).state_bytes[0] / 18
+    one, other = (cost.memory(mesh).state_bytes[0] for cost in (by_step, COST))
+    assert one == pytest.approx(own * ((18 - 4) / 4 + 6))  # whole ones take the place of divided gradients
+    assert other == pytest.approx(own * 18 / 4 + 2 * 2 * LLAMA.parameters_per_layer)
 
 
 def test_gpus_of_several_nodes_synchronize_over_the_network():
@@ -614,7 +644,7 @@ def test_settings_out_of_range_are_refused(changes, words):
         COST.replace(**changes)
 
 
-@pytest.mark.parametrize("ask", ["rates", "stages", "memory", "send_s", "gradient_sync_s", "gather_s"])
+@pytest.mark.parametrize("ask", ["rates", "stages", "memory", "send_s", "gradient_sync_s", "traffic_s"])
 def test_a_mesh_that_does_not_divide_the_model_is_refused_whatever_is_asked(ask):
     with pytest.raises(SettingError, match="tp=3 doesn't divide 32 query heads"):
         getattr(COST, ask)(Mesh(tp=3))

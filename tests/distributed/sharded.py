@@ -171,7 +171,7 @@ def run_memory(
             states="float32" if is_sharded else "masters",
             gathered=gathered,
         )
-        plan = vl.plan_step([450] * 16, cost=cost, mesh=mesh, method="packed", capacity=900)
+        plan = vl.plan_step([450] * 6 * mesh.dp, cost=cost, mesh=mesh, method="packed", capacity=900)
         cut_to_stage(model, mesh, rank // mesh.dp)
         if is_sharded:
             shard(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))

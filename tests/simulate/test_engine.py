@@ -186,8 +186,7 @@ class Rules:
         return int(packs.rank_offsets[rank]) + number
 
     def traffic(self, task: Task) -> float:
-        kind, _, chunk, _ = task
-        return float(self.seconds.gather[chunk]) * (1 + (kind == BACKWARD and not self.plan.splits_backward))
+        return float(self.seconds.gather[task[0], task[2]])
 
     def work(self, task: Task) -> float:
         tables = (self.seconds.forward, self.seconds.backward, self.seconds.weight)
