@@ -14,6 +14,7 @@ from tests.support.rarely import examples
 from tests.support.sliced import tiny
 
 import varlen as vl
+from varlen.attention import tiles
 from varlen.attention.choice import ByScores
 from varlen.attention.kernels import Lengths, Qkv
 from varlen.attention.rules import LayerRules
@@ -188,9 +189,19 @@ def test_a_kernel_of_whole_slices_attends_as_the_uncut_document(name, case, seed
     documents = [document(length, heads, seed + d) for d, length in enumerate(lengths)]
     gradients = [document(length, heads, seed + 50 + d)[0] for d, length in enumerate(lengths)]
 
+    kernel, most = KERNELS[name](), [0]
+    of_kernel = kernel.backward
+
+    def backward(gradient: Any, qkv: Qkv, merged: Any, call: Lengths, rules: LayerRules) -> Any:
+        most.append(call.keys[0] - call.queries[0] * (not call.sees_all))
+        return of_kernel(gradient, qkv, merged, call, rules)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "chosen", lambda *_: KERNELS[name]())
+        patch.setattr(attention, "chosen", lambda *_: kernel)
+        patch.setattr(kernel, "backward", backward)
+        patch.setattr(tiles, "BACKWARD_KEYS", 3)
         assert_attends_as_uncut(documents, gradients, steps, window, cap, sinks, 1e-11)
+    assert window is not None or max(most) <= 3
 
 
 def test_short_documents_are_one_call_and_slices_with_earlier_tokens_one_each():

@@ -41,13 +41,13 @@ def whole(
 
 
 def one_slice(query: Any, key: Any, value: Any, scale: float, left: int, cap: float) -> tuple[Any, Any]:
-    """Attention of `[rows, heads, dim]`, bottom right; `left` below 0 is no window."""
+    """Attention of `[rows, heads, dim]`, bottom right; `left` of -1 is no window, and of -2 no diagonal either."""
     rows, keys, groups = len(query), len(key), query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     scores = cap * torch.tanh(scores / cap) if cap else scores
     behind = (torch.arange(rows)[:, None] + keys - rows) - torch.arange(keys)
-    seen = (behind >= 0) & ((behind <= left) if left >= 0 else True)
+    seen = ((behind >= 0) | (left == -2)) & ((behind <= left) if left >= 0 else True)
     scores = scores.masked_fill(~seen, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1)
 
@@ -77,11 +77,11 @@ def back(tensors: Any, gradient: torch.Tensor, merged: Any, *rest: Any) -> Any:
     with torch.enable_grad():
         out, lse = slice_by_slice(leaves, *rest)
         share = (lse - merged[1]).exp().detach()
-        assert ((out * share.T[..., None]) - merged[0]).abs().max() < 1e-9
-        # What isn't these keys' is the sinks', whose scores stand still while these keys' move.
-        sinks = torch.log((1 - share).clamp_min(1e-300)) + merged[1]
-        whole = out * (lse - torch.logaddexp(lse, sinks)).exp().T[..., None]
-        return torch.autograd.grad(whole, leaves, gradient)
+        left = (1 - share).clamp_min(1e-300)
+        # What isn't these keys' is other keys' or the sinks', whose scores stand still while these keys' move.
+        others = (merged[0] - out.detach() * share.T[..., None]) / left.T[..., None]
+        weight = (lse - torch.logaddexp(lse, torch.log(left) + merged[1])).exp().T[..., None]
+        return torch.autograd.grad(out * weight + others * (1 - weight), leaves, gradient)
 
 
 def aten_forward(
@@ -92,8 +92,7 @@ def aten_forward(
     """`aten::_flash_attention_forward`, by its schema."""
     assert dropout_p == 0
     assert not return_debug_mask
-    assert is_causal or window_size_right == 0
-    left = -1 if window_size_left is None else window_size_left
+    left = _left(is_causal, window_size_left, window_size_right)
     made = slice_by_slice([query, key, value], cum_seq_q, cum_seq_k, (max_q, max_k), scale, left, 0.0)
     return *made, torch.zeros(2), torch.zeros(0), torch.zeros(0)
 
@@ -105,12 +104,20 @@ def aten_backward(
 ) -> Any:  # fmt: skip
     """`aten::_flash_attention_backward`, by its schema."""
     assert dropout_p == 0
-    assert is_causal or window_size_right == 0
     assert rng_state.dtype == torch.uint64
     assert logsumexp.is_contiguous()
-    left = -1 if window_size_left is None else window_size_left
+    left = _left(is_causal, window_size_left, window_size_right)
     given = [query, key, value]
     return back(given, grad_out, (out, logsumexp), cum_seq_q, cum_seq_k, (max_q, max_k), scale, left, 0.0)
+
+
+def _left(is_causal: bool, left: int | None, right: int | None) -> int:
+    """The left side of a window as of `one_slice`."""
+    if left is None or left < 0:
+        assert is_causal or right in (None, -1)
+        return -1 if is_causal else -2
+    assert right == 0
+    return left
 
 
 def package_forward(
@@ -120,9 +127,8 @@ def package_forward(
 ) -> Any:  # fmt: skip
     """`flash_attn_interface._flash_attn_varlen_forward`, as the package has it since 2.7."""
     assert dropout_p == 0
-    assert causal
     longest = (max_seqlen_q, max_seqlen_k)
-    how = (softmax_scale, window_size_left, softcap)
+    how = (softmax_scale, _left(causal, window_size_left, window_size_right), softcap)
     return *slice_by_slice([q, k, v], cu_seqlens_q, cu_seqlens_k, longest, *how), None, torch.zeros(2)
 
 
@@ -133,8 +139,7 @@ def package_backward(
     rng_state: Any = None,
 ) -> Any:  # fmt: skip
     """`flash_attn_interface._flash_attn_varlen_backward`: gradients go where they are told."""
-    assert causal
-    how = (softmax_scale, window_size_left, softcap)
+    how = (softmax_scale, _left(causal, window_size_left, window_size_right), softcap)
     rest = (cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), *how)
     for into, made in zip((dq, dk, dv), back([q, k, v], dout, (out, softmax_lse), *rest)):
         into.copy_(made)

@@ -121,8 +121,9 @@ def _tried(
 def error_on_a_small_case(
     kernel: Kernel, heads: tuple[int, int, int], rules: LayerRules, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Return `error_of` for two slices, of which one has earlier tokens."""
-    return error_of(kernel, Lengths((4, 9), (11, 9)), heads, rules, device, dtype)
+    """Return `error_of` for two slices, of which one has earlier tokens, and for rows that see all keys."""
+    cases = [Lengths((4, 9), (11, 9))] + [Lengths((4,), (11,), sees_all=True)] * (rules.window is None)
+    return max(error_of(kernel, lengths, heads, rules, device, dtype) for lengths in cases)
 
 
 def error_of(

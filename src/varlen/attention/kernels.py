@@ -26,6 +26,7 @@ class Lengths(NamedTuple):
 
     queries: tuple[int, ...]  # rows of each slice
     keys: tuple[int, ...]  # tokens of its document up to the slice's end
+    sees_all: bool = False  # whether keys are earlier tokens, all of which each row sees
 
 
 class SliceEnds(NamedTuple):
@@ -84,7 +85,7 @@ class TorchVarlen:
     def forward(self, given: Qkv, lengths: Lengths | SliceEnds, rules: LayerRules) -> Merged:
         """As `Kernel.forward`."""
         ends = _as_ends(lengths, given.query.device)
-        causal, sides = self._sides(rules)
+        causal, sides = self._sides(rules, lengths)
         out, lse, *_ = self._forward(*given, *ends, 0.0, causal, False, scale=rules.scale, **sides)
         return out, lse
 
@@ -94,7 +95,7 @@ class TorchVarlen:
         """As `Kernel.backward`."""
         ends = _as_ends(lengths, gradient.device)
         seed = torch.zeros(2, dtype=torch.uint64, device=gradient.device)  # of a dropout of 0
-        causal, sides = self._sides(rules)
+        causal, sides = self._sides(rules, lengths)
         of_dropout = 0.0, causal, seed, gradient.new_empty(0)
         return Qkv(*self._backward(gradient, *given, *merged, *ends, *of_dropout, scale=rules.scale, **sides))
 
@@ -102,8 +103,10 @@ class TorchVarlen:
         """As `WholePacks`."""
         return self.forward(given, ends, rules)[0]
 
-    def _sides(self, rules: LayerRules) -> tuple[bool, dict[str, int | None]]:
+    def _sides(self, rules: LayerRules, lengths: Lengths | SliceEnds) -> tuple[bool, dict[str, int | None]]:
         """Return `is_causal`, and the two sides of a window, which replaces the causal diagonal."""
+        if isinstance(lengths, Lengths) and lengths.sees_all:
+            return False, {"window_size_left": None, "window_size_right": None}
         left, right = (None, None) if rules.window is None else (rules.window - 1, 0)
         return rules.window is None, {"window_size_left": left, "window_size_right": right}
 
@@ -125,7 +128,7 @@ class FlashAttn:
     def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
         """As `Kernel.forward`."""
         ends = _as_ends(lengths, given.query.device)
-        out, lse, *_ = self._forward(*given, *ends, 0.0, rules.scale, **self._options(rules))
+        out, lse, *_ = self._forward(*given, *ends, 0.0, rules.scale, **self._options(rules, lengths))
         return out, lse
 
     def backward(
@@ -134,7 +137,7 @@ class FlashAttn:
         """As `Kernel.backward`."""
         found = Qkv(*(torch.empty_like(x) for x in given))
         both = (gradient, *given, *merged, *found, *_as_ends(lengths, gradient.device))
-        options = self._options(rules) | {"alibi_slopes": None, "deterministic": False}
+        options = self._options(rules, lengths) | {"alibi_slopes": None, "deterministic": False}
         self._backward(*both, 0.0, rules.scale, **options)
         return found
 
@@ -154,9 +157,10 @@ class FlashAttn:
         )
         return out
 
-    def _options(self, rules: LayerRules) -> dict[str, Any]:
-        sides = {"window_size_left": _to_the_left(rules), "window_size_right": 0}
-        return {"causal": True, **sides, "softcap": rules.softcap or 0.0}
+    def _options(self, rules: LayerRules, lengths: Lengths) -> dict[str, Any]:
+        left, right = (-1, -1) if lengths.sees_all else (_to_the_left(rules), 0)
+        sides = {"window_size_left": left, "window_size_right": right}
+        return {"causal": not lengths.sees_all, **sides, "softcap": rules.softcap or 0.0}
 
 
 def _to_the_left(rules: LayerRules) -> int:
@@ -188,15 +192,15 @@ class Flex:
     def backward(
         self, gradient: torch.Tensor, given: Qkv, merged: Merged, lengths: Lengths, rules: LayerRules
     ) -> Qkv:
-        """As `Kernel.backward`. Sinks are in `merged` and not in what runs here, so its gradients are scaled."""
+        """As `Kernel.backward`. Sinks and other keys are only in `merged`, so gradients are scaled."""
         with torch.enable_grad():
             leaves = Qkv(*(x.detach().requires_grad_() for x in given))
             out, lse = self._run(leaves, lengths, rules)
-            # The weight that sinks leave to keys: the output in `merged` is `out` times this.
+            # The weight that sinks and other keys leave to these.
             share = (lse.detach() - merged[1][None]).exp()
-            # d(out * share) = share * d(out) + out * share * (1 - share) * d(lse), the sink's score being fixed.
+            # d(whole) = share * d(out) + (out - whole) * share * d(lse), all other scores being fixed.
             wide = heads_of(gradient).to(lse.dtype)
-            by_lse = (wide * out.detach()).sum(-1) * share * (1 - share)
+            by_lse = (wide * (out.detach() - heads_of(merged[0]))).sum(-1) * share
             by_out = (wide * share.unsqueeze(-1)).to(out.dtype)
             return Qkv(*torch.autograd.grad((out, lse), leaves, (by_out, by_lse)))
 
@@ -244,6 +248,8 @@ def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 def seen_by(lengths: Lengths, window: int | None, device: torch.device) -> torch.Tensor:
     """Return which keys the rows of a call see, bool `[rows, keys]`."""
     row_slice, row_at, key_slice, key_at = positions(lengths, device)
+    if lengths.sees_all:
+        return row_slice[:, None] == key_slice
     distance = row_at[:, None] - key_at
     near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     return near & (row_slice[:, None] == key_slice)
@@ -256,7 +262,7 @@ def _as_ends(lengths: Lengths | SliceEnds, device: torch.device) -> SliceEnds:
 @lru_cache(maxsize=256)
 def _ends_on(lengths: Lengths, device: torch.device) -> SliceEnds:
     """Return lengths as tensors; cached, since all layers of a MicroPack ask for the same."""
-    ends = [list(accumulate(each, initial=0)) for each in lengths]
+    ends = [list(accumulate(each, initial=0)) for each in lengths[:2]]
     queries, keys = (on_device(torch.tensor(each, dtype=torch.int32), device) for each in ends)
     return SliceEnds(queries, keys, max(lengths.queries), max(lengths.keys))
 
@@ -266,7 +272,7 @@ def positions(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the slice and the position in its document of each row, and of each key; int64."""
     found = []
-    for each in lengths:
+    for each in lengths[:2]:
         count = torch.tensor(each)
         owner = torch.repeat_interleave(torch.arange(len(each)), count)
         first = torch.tensor(lengths.keys) - count - (count.cumsum(0) - count)
@@ -283,7 +289,8 @@ def _block_mask(lengths: Lengths, window: int | None, device: torch.device) -> A
 
     def sees(_batch: Any, _head: Any, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         distance = row_at[row] - key_at[key]
-        near = (distance >= 0) & (row_slice[row] == key_slice[key])
+        near = row_slice[row] == key_slice[key]
+        near = near if lengths.sees_all else near & (distance >= 0)
         return near if window is None else near & (distance < window)
 
     return create_block_mask(sees, None, None, sum(lengths.queries), sum(lengths.keys), device=device)

@@ -234,21 +234,31 @@ def _forward_whole(
 def _backward_whole(
     gradient: torch.Tensor, query: torch.Tensor, merged: Partial, group: Sequence[CachedSlice], call: Call
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `Call.backward`, with a kernel of whole slices."""
-    layer, first = call.layer, _first_key(group, call.rules)
+    """As `Call.backward`, with a kernel of whole slices; many earlier keys are taken some at a time."""
+    layer, first, start = call.layer, _first_key(group, call.rules), group[0].start
     assert call.kernel is not None
-    pairs = [piece.cache.read(layer, piece.stop) for piece in group]
-    given = Qkv(tokens_of(query), *(tokens_of(joined(each))[first:] for each in zip(*pairs)))
+    pairs = [joined(each) for each in zip(*(piece.cache.read(layer, piece.stop) for piece in group))]
     whole = (tokens_of(merged[0]), merged[1][0].contiguous())
-    by_query, *by_pair = call.kernel.backward(
+    blocks = _key_blocks(first, start, call.rules)
+    rows, stop = query.shape[2], pairs[0].shape[2]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    by_query: torch.Tensor | None = None
+    for low in blocks:
+        high = min(low + tiles.BACKWARD_KEYS, start)
+        lengths = Lengths((rows,), (high - low,), sees_all=True)
+        given = Qkv(tokens_of(query), *(tokens_of(x[:, :, low:high]) for x in pairs))
+        of_rows, *found = call.kernel.backward(tokens_of(gradient), given, whole, lengths, call.rules)
+        by_query = of_rows.to(wide) if by_query is None else by_query.add_(of_rows)
+        _add_earlier(group[0], layer, low, [heads_of(x) for x in found])
+    first = start if blocks else first
+    given = Qkv(tokens_of(query), *(tokens_of(x[:, :, first:stop]) for x in pairs))
+    of_rows, *last = call.kernel.backward(
         tokens_of(gradient), given, whole, _lengths(group, first), call.rules
     )
-    found = [heads_of(x) for x in by_pair]
-    if before := group[0].start - first:
-        earlier = group[0].cache.earlier_gradients(layer, group[0].start)
-        assert earlier is not None
-        for total, part in zip(earlier, found):
-            total[:, :, first:].add_(part[:, :, :before])
+    of_rows = of_rows if by_query is None else by_query.add_(of_rows).to(query.dtype)
+    found = [heads_of(x) for x in last]
+    if before := start - first:
+        _add_earlier(group[0], layer, first, [x[:, :, :before] for x in found])
         found = [x[:, :, before:] for x in found]
     row = 0
     for piece in group:
@@ -256,7 +266,21 @@ def _backward_whole(
         for total, part in zip(later or (), found):
             part[:, :, row : row + piece.rows].add_(total)
         row += piece.rows
-    return heads_of(by_query), found[0], found[1]
+    return heads_of(of_rows), found[0], found[1]
+
+
+def _key_blocks(first: int, start: int, rules: LayerRules) -> range:
+    """Return where blocks of the keys before a slice begin; empty if all are taken at once, with the slice's own."""
+    is_whole = rules.window is not None or start - first <= tiles.BACKWARD_KEYS
+    return range(0) if is_whole else range(first, start, tiles.BACKWARD_KEYS)
+
+
+def _add_earlier(piece: CachedSlice, layer: int, low: int, parts: Sequence[torch.Tensor]) -> None:
+    """Add gradients of keys and values before a slice, those from token `low` on, to those of its cache."""
+    earlier = piece.cache.earlier_gradients(layer, piece.start)
+    assert earlier is not None
+    for total, part in zip(earlier, parts):
+        total[:, :, low : low + part.shape[2]].add_(part)
 
 
 def _first_key(group: Sequence[CachedSlice], rules: LayerRules) -> int:
