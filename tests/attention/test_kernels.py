@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.kernel_stand_ins import KERNELS, SCALE, aten_backward, aten_forward, document
+from torch.nn.attention.flex_attention import create_block_mask
 
-from varlen.attention import choice, rectangles
+from varlen.attention import choice, kernels, rectangles
 from varlen.attention.choice import BY_SCORES, check_kernels, chosen, error_on_a_small_case
 from varlen.attention.kernels import Flex, Lengths, Qkv, seen_by
 from varlen.attention.rules import LayerRules
@@ -91,6 +92,33 @@ def test_rectangles_cover_what_rows_see_once_and_form_scores_of_blocks_alone(sta
             assert max(tile.stop_row - tile.first_row, tile.stop_key - tile.first_key) < 2 * BLOCK
 
     assert torch.equal(times, ((row >= key) & (row - key < window)).int())
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 500)), min_size=1, max_size=4),
+    st.sampled_from([None, 1, 100, 300]),
+    st.booleans(),
+)
+@settings(max_examples=30)
+def test_masks_of_blocks_are_those_that_flex_attention_makes_of_all_pairs(slices, window, sees_all):
+    rows, before = zip(*slices)
+    keys = tuple(b + 1 if sees_all else a + b for a, b in zip(rows, before))
+    window = None if sees_all else window
+    lengths = Lengths(rows, keys, sees_all)
+
+    found = kernels._block_mask(lengths, window, CPU)
+
+    wanted = create_block_mask(found.mask_mod, None, None, sum(rows), sum(keys), device="cpu")
+    assert torch.equal(found.to_dense(), wanted.to_dense())
+    assert found.seq_lengths == (sum(rows), sum(keys))
+    for of_kind in ("kv", "full_kv", "q", "full_q"):
+        counts, order = (getattr(found, f"{of_kind}_{name}") for name in ("num_blocks", "indices"))
+        other_counts, other_order = (
+            getattr(wanted, f"{of_kind}_{name}") for name in ("num_blocks", "indices")
+        )
+        assert torch.equal(counts, other_counts)
+        for line, count in enumerate(counts[0, 0].tolist()):
+            assert torch.equal(order[0, 0, line, :count], other_order[0, 0, line, :count])
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -16,9 +16,14 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from varlen.attention.rules import LayerRules
+
+FLEX_BLOCK = 128  # rows, and keys, of a block of FlexAttention's masks
+BoolArray = npt.NDArray[np.bool_]
 
 
 class Lengths(NamedTuple):
@@ -282,8 +287,8 @@ def positions(
 
 @lru_cache(maxsize=32)
 def _block_mask(lengths: Lengths, window: int | None, device: torch.device) -> Any:
-    """Return FlexAttention's own form of `seen_by`."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """Return FlexAttention's own form of `seen_by`, made of the ends of slices and not of pairs of rows and keys."""
+    from torch.nn.attention.flex_attention import BlockMask
 
     row_slice, row_at, key_slice, key_at = positions(lengths, device)
 
@@ -293,7 +298,36 @@ def _block_mask(lengths: Lengths, window: int | None, device: torch.device) -> A
         near = near if lengths.sees_all else near & (distance >= 0)
         return near if window is None else near & (distance < window)
 
-    return create_block_mask(sees, None, None, sum(lengths.queries), sum(lengths.keys), device=device)
+    def listed(seen: BoolArray) -> tuple[torch.Tensor, torch.Tensor]:
+        counts, order = seen.sum(1, dtype=np.int32), np.argsort(~seen, axis=1, kind="stable").astype(np.int32)
+        first, other = (on_device(torch.from_numpy(each)[None, None], device) for each in (counts, order))
+        return first, other
+
+    (some, some_order), (whole, whole_order) = map(listed, _blocks_seen(lengths, window))
+    sizes = (sum(lengths.queries), sum(lengths.keys))
+    return BlockMask.from_kv_blocks(some, some_order, whole, whole_order, FLEX_BLOCK, sees, sizes)
+
+
+def _blocks_seen(lengths: Lengths, window: int | None) -> tuple[BoolArray, BoolArray]:
+    """Return which blocks of keys blocks of rows see in part, and which wholly; bool `[row blocks, key blocks]`.
+
+    Cost: constant for each slice and for each block of rows.
+    """
+    size, reach = FLEX_BLOCK, np.iinfo(np.int64).max // 2 if window is None else window
+    row_ends, key_ends = (np.cumsum([0, *each]) for each in lengths[:2])
+    some = np.zeros((-(-row_ends[-1] // size), -(-key_ends[-1] // size)), np.bool_)
+    whole = np.zeros_like(some)
+    for first_row, stop_row, first_key, stop_key in zip(row_ends, row_ends[1:], key_ends, key_ends[1:]):
+        blocks = np.arange(first_row // size, -(-stop_row // size))
+        rows = np.stack([np.maximum(first_row, blocks * size), np.minimum(stop_row, (blocks + 1) * size) - 1])
+        # Of the first and the last row of each block, the keys that it sees.
+        stops = np.full_like(rows, stop_key) if lengths.sees_all else rows + stop_key - stop_row + 1
+        starts = np.maximum(first_key, stops - reach)
+        for block, row, start, stop in zip(blocks, rows.T, starts.T, stops.T):
+            some[block, start[0] // size : -(-stop[1] // size)] = True
+            if row[1] - row[0] == size - 1:
+                whole[block, -(-start[1] // size) : stop[0] // size] = True
+    return some & ~whole, whole
 
 
 Kernels = Literal["auto", "sdpa", "varlen", "flash_attn", "flex"]
