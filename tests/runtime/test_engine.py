@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from tests.support.rarely import examples
 from tests.support.sliced import SIZES, take_gradients, tiny, tokens_of, uncut
 from tests.support.sliced import one_gpu_plan as plan_of_slices
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import varlen as vl
 from varlen.errors import DocumentsError, ModelError, PlanError, SettingError, VarlenError
@@ -459,3 +461,58 @@ def test_what_does_not_learn_and_hooks_that_are_run_are_no_reason_to_refuse():
     vl.SliceEngine(model, 8).step(batch)
 
     assert set(seen) == {1, 2}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_gradient_checkpointing_of_a_model_computes_nothing_twice(recompute):
+    model = tiny("llama").train()
+    rows: list[int] = []
+    model.model.layers[1].mlp.register_forward_hook(lambda _, given, out: rows.append(out.shape[1]))
+    batch = batch_of(documents_of([30, 11, 9]))
+    engine = vl.SliceEngine(model, 16, recompute=recompute)
+
+    engine.step(batch)
+    plain, wanted = rows.copy(), take_gradients(model)
+    model.gradient_checkpointing_enable()
+    rows.clear()
+    engine.step(batch)
+
+    assert rows == plain
+    assert sum(rows) == 50 * (2 if recompute == "full" else 1)
+    assert_same(take_gradients(model), wanted)
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_wrappers_that_slices_would_pass_by_are_named():
+    model = tiny("llama")
+    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+    with pytest.raises(ModelError, match="CheckpointWrapper, which computes them again"):
+        vl.SliceEngine(model)
+
+    flat = type("FullyShardedDataParallel", (torch.nn.Module,), {})()
+    flat.module, flat.config = tiny("llama"), model.config
+    with pytest.raises(ModelError, match=r"\(FSDP1\) .* fully_shard \(FSDP2\)"):
+        vl.SliceEngine(flat)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_whole_step_on_top_of_gradients_is_warned_of_once(dtype):
+    model = tiny("llama", dtype)
+    engine, optimizer = vl.SliceEngine(model, 16), torch.optim.SGD(model.parameters())
+    batch = batch_of(documents_of([30, 11]))
+    part = vl.collate(documents_of([30]), vl.pack([30], capacity=32), step_num_targets=50)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for set_to_none in (True, False):
+            engine.step(batch)
+            optimizer.zero_grad(set_to_none=set_to_none)
+        engine.step(part)
+        engine.step(part)
+        optimizer.zero_grad()
+        engine.step(batch)
+    with pytest.warns(UserWarning, match=r"both count alike.*zero_grad\(\).*step_num_targets"):
+        engine.step(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step(batch)

@@ -5,7 +5,8 @@ The model stays as it is: its own modules are called with its own arguments, in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,6 +78,7 @@ class DecoderParts:
     def of(cls, model: Any, kernels: Kernels = "auto") -> DecoderParts:
         """Take a model apart, and set its attention to that of slices."""
         check_kernels(kernels)
+        check_wrappers(model)
         name, family = family_of(model)
         check_settings(name, model)
         head = model.get_output_embeddings()
@@ -283,6 +285,37 @@ class DecoderParts:
         if bias is not None and bias.requires_grad:
             gradient(bias).add_(by_logits.sum(0))
         return losses, by_logits @ weight
+
+
+_FSDP1, _CHECKPOINT = "FullyShardedDataParallel", "CheckpointWrapper"  # classes of torch.distributed
+
+
+def check_wrappers(model: Any) -> None:
+    """Refuse modules around those of a model that slices would pass by, or that would compute layers twice."""
+    found = {type(module).__name__ for module in model.modules()} if isinstance(model, nn.Module) else ()
+    if _FSDP1 in found:
+        raise ModelError(
+            f"{_FSDP1} (FSDP1) holds the model's parameters in flat ones, which slices don't gather; shard it by "
+            "torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+    if _CHECKPOINT in found:
+        raise ModelError(
+            f"modules are wrapped by {_CHECKPOINT}, which computes them again in the backward pass, as slices do "
+            'already; leave it out, and choose by recompute="none", "selective" or "full"'
+        )
+
+
+@contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Switch off gradient checkpointing of transformers: a step's plan says which layers are computed again."""
+    found: list[Any] = [m for m in model.modules() if vars(m).get("gradient_checkpointing") is True]
+    for module in found:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in found:
+            module.gradient_checkpointing = True
 
 
 def check_model(model: Any, kernels: Kernels) -> None:

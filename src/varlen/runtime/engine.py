@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -20,8 +22,9 @@ from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.clock import BytesMeter
-from varlen.runtime.decoder import DecoderParts, check_model
+from varlen.runtime.decoder import DecoderParts, check_model, without_checkpointing
 from varlen.runtime.inputs import StepInputs, lengths_of, means, step_inputs
+from varlen.runtime.main_grads import local
 from varlen.runtime.masters import Masters
 from varlen.runtime.mesh.fsdp import is_sharded
 from varlen.runtime.mesh.rank import MeshRank, Totals, totals_of_one
@@ -153,6 +156,9 @@ class SliceEngine:
             check_model(model, kernels)
         self._mesh_rank = _mesh_rank(model, mesh, rank, deadline_s, gathered, kernels)
         self._masters: Masters | None = None
+        self._of_whole_step: weakref.ref[torch.Tensor] | None = None
+        """A gradient that the last step left, if its batch was the whole step."""
+        self._has_warned = False
 
     def step(
         self,
@@ -182,7 +188,11 @@ class SliceEngine:
             SettingError: weights that don't add up over batches; gradients are off; or several GPUs, and no plan.
             WorkerDiedError: another process is gone, or failed; says which. The engine is closed then.
         """
+        self._warn_of_sums()
         inputs, run, totals = self._run(batch, plan, meter=meter, keeps_losses=document_losses)
+        if totals.num_targets == inputs.step_num_targets:
+            first = next((g for p in self._learning() if (g := p.grad) is not None), None)
+            self._of_whole_step = None if first is None else weakref.ref(first)
         return StepStats(
             loss=totals.loss,
             num_targets=totals.num_targets,
@@ -192,6 +202,23 @@ class SliceEngine:
             peak_bytes=int(totals.peaks_bytes.max()),
             peaks_bytes=totals.peaks_bytes,
         )
+
+    def _warn_of_sums(self) -> None:
+        """Warn once if a step adds to the gradients of another one, of which each is a mean of its own."""
+        ended, self._of_whole_step = self._of_whole_step, None
+        before = None if ended is None or self._has_warned else ended()
+        if before is None or not any(p.grad is before for p in self._learning()) or not local(before).any():
+            return
+        self._has_warned = True
+        warnings.warn(
+            "engine.step adds to gradients of an earlier step, which was whole: both count alike, however many "
+            "targets each has. Call optimizer.zero_grad() between steps; or collate the batches of one step with "
+            "step_num_targets, the targets of all",
+            stacklevel=3,
+        )
+
+    def _learning(self) -> Iterable[Any]:
+        return self.model.parameters() if self._masters is None else self._masters.parameters
 
     def evaluate(
         self,
@@ -245,8 +272,7 @@ class SliceEngine:
         """
         if self._mesh_rank is not None:
             return self._mesh_rank.clip_grad_norm_(self.model, max_norm, self._masters)
-        parameters = self.model.parameters() if self._masters is None else self._masters.parameters
-        return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+        return float(torch.nn.utils.clip_grad_norm_(self._learning(), max_norm))
 
     def master_parameters(self, weights: Mapping[str, torch.Tensor] | None = None) -> list[nn.Parameter]:
         """Return float32 masters of the parameters that learn, for any optimizer of torch.
@@ -325,15 +351,16 @@ class SliceEngine:
                 raise
             prepared = error
         try:
-            if rank is not None:
-                run, totals = rank.run(self.model, prepared, gives_tokens=gives_tokens, **settings)
-            else:
-                assert isinstance(prepared, StepInputs)
-                parts = DecoderParts.of(self.model, self.kernels)
-                check_layers(len(parts.layers), prepared.plan.mesh)
-                data = prepared.weighed(lambda _: None)
-                run = run_stages(self.model, parts, data, prepared.plan, **settings)
-                totals = totals_of_one(prepared, run, gives_tokens=gives_tokens)
+            with without_checkpointing(self.model):
+                if rank is not None:
+                    run, totals = rank.run(self.model, prepared, gives_tokens=gives_tokens, **settings)
+                else:
+                    assert isinstance(prepared, StepInputs)
+                    parts = DecoderParts.of(self.model, self.kernels)
+                    check_layers(len(parts.layers), prepared.plan.mesh)
+                    data = prepared.weighed(lambda _: None)
+                    run = run_stages(self.model, parts, data, prepared.plan, **settings)
+                    totals = totals_of_one(prepared, run, gives_tokens=gives_tokens)
         finally:
             self.model.set_attn_implementation(before)
         assert isinstance(prepared, StepInputs)
