@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, get_args
 
 import numpy as np
@@ -17,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import varlen as vl
 from varlen.attention.kernels import Kernels
 from varlen.errors import VarlenError
-from varlen.runtime import attention
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -67,9 +65,9 @@ def gradients(
             for name in kernels if dtype != torch.float32 else ("auto",):
                 row |= {"kernels": name, "unsliced_error": whole["error"]}
                 try:
-                    with _recorded() as used:
-                        stats = vl.SliceEngine(model, SLICE_TOKENS, kernels=name).step(batch)
-                    yield {**row, **_error(_taken(model), exact), "used": sorted(used), "loss": stats.loss}
+                    stats = vl.SliceEngine(model, SLICE_TOKENS, kernels=name).step(batch)
+                    row |= {"used": stats.kernels, "refused": stats.refused_kernels}
+                    yield {**row, **_error(_taken(model), exact), "loss": stats.loss}
                 except (VarlenError, RuntimeError) as error:
                     model.zero_grad(set_to_none=True)
                     yield {**row, "not_run": str(error)[:300]}
@@ -118,24 +116,6 @@ def _error(found: Gradients, exact: Gradients) -> dict[str, Any]:
     worst = max(shares, key=lambda name: shares[name])
     total = float(np.linalg.norm(list(off.values())) / np.linalg.norm(list(sizes.values())))
     return {"error": total, "worst": worst, "worst_error": shares[worst]}
-
-
-@contextmanager
-def _recorded() -> Iterator[set[str]]:
-    """Record the names of the kernels that are chosen meanwhile."""
-    used: set[str] = set()
-    chosen = attention.chosen
-
-    def recording(*arguments: Any) -> Any:
-        kernel = chosen(*arguments)
-        used.add("rectangles" if kernel is None else type(kernel).__name__)
-        return kernel
-
-    attention.chosen = recording
-    try:
-        yield used
-    finally:
-        attention.chosen = chosen
 
 
 ISOLATED = (

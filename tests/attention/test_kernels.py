@@ -11,7 +11,7 @@ from tests.support.kernel_stand_ins import KERNELS, SCALE, aten_backward, aten_f
 from torch.nn.attention.flex_attention import create_block_mask
 
 from varlen.attention import choice, kernels, rectangles
-from varlen.attention.choice import BY_SCORES, check_kernels, chosen, error_on_a_small_case
+from varlen.attention.choice import BY_SCORES, KernelChoice, check_kernels, chosen, error_on_a_small_case
 from varlen.attention.kernels import Flex, Lengths, Qkv, seen_by
 from varlen.attention.rules import LayerRules
 from varlen.attention.tiles import BLOCK, tiles_of
@@ -190,12 +190,14 @@ def test_arguments_of_this_torch_are_those_of_the_stand_in():
 def test_kernels_that_cannot_are_refused_by_name_and_auto_finds_one_that_can():
     query, key, value = document(4, (2, 1), 0)
 
-    assert chosen(query, key, value, LayerRules(1.0), "auto") is None
-    assert chosen(query, key, value, LayerRules(1.0), "sdpa") is None
+    for name in ("auto", "sdpa"):
+        choice = KernelChoice(name)
+        assert chosen(query, key, value, LayerRules(1.0), choice) is None
+        assert choice.used == {"sdpa": 1}
     with pytest.raises(
         ModelError, match=r'kernels="varlen" .* half precision on CUDA, and this is torch.float64 on cpu'
     ):
-        chosen(query, key, value, LayerRules(1.0), "varlen")
+        chosen(query, key, value, LayerRules(1.0), KernelChoice("varlen"))
     with pytest.raises(SettingError, match='kernels=\'fast\'; it must be "auto", "sdpa"'):
         check_kernels("fast")
 

@@ -229,7 +229,7 @@ def test_short_documents_are_one_call_and_slices_with_earlier_tokens_one_each():
     ]
 
 
-def test_an_engine_is_told_which_kernels_and_stops_where_they_cannot():
+def test_an_engine_is_told_which_kernels_and_stops_where_they_cannot(caplog):
     model, batch = tiny("llama"), vl.collate([np.arange(9)], vl.pack([9], capacity=16))
 
     with pytest.raises(SettingError, match="kernels='fast'"):
@@ -237,4 +237,10 @@ def test_an_engine_is_told_which_kernels_and_stops_where_they_cannot():
     with pytest.raises(ModelError, match='kernels="varlen" doesn\'t compute this attention'):
         vl.SliceEngine(model, kernels="varlen").step(batch)
     assert model.config._attn_implementation == "sdpa"
-    assert vl.SliceEngine(model, kernels="sdpa").step(batch).num_targets == 8
+    with caplog.at_level("INFO", "varlen.runtime.engine"):
+        engine = vl.SliceEngine(model, kernels="sdpa")
+        stats = engine.step(batch)
+        model.zero_grad()
+        engine.step(batch)
+    assert caplog.messages == ['attention is computed by "sdpa"']
+    assert (stats.num_targets, stats.kernels, stats.refused_kernels) == (8, ("sdpa",), {})

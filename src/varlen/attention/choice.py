@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import ClassVar, get_args
 
@@ -41,31 +42,46 @@ def check_kernels(name: str) -> None:
         raise SettingError(f"kernels={name!r}; it must be {in_words(get_args(Kernels))}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelChoice:
+    """What shall compute the attention of slices, and what does."""
+
+    name: Kernels = "auto"
+    used: dict[str, int] = field(default_factory=dict)
+    """How often each has been chosen, by name."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why others weren't, by name."""
+
+
 def chosen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: LayerRules, name: str
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: LayerRules, choice: KernelChoice
 ) -> Kernel | None:
-    """Return the kernel that computes whole slices; None if they are computed rectangle by rectangle.
+    """Return the kernel that computes whole slices; None if they are computed rectangle by rectangle ("sdpa").
 
     Args:
         query: `[1, query_heads, rows, dim]`.
         key: `[1, key_heads, rows, dim]`.
         value: `[1, key_heads, rows, value_dim]`.
     """
+    name = choice.name
     if name == "sdpa" or (name == "auto" and not query.is_cuda):
+        choice.used["sdpa"] = choice.used.get("sdpa", 0) + 1
         return None
-    why: list[str] = []
     heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
     for each in MAKERS if name == "auto" else (name,):
         kernel, fault = _tried(
             each, query.device, query.dtype, heads, rules.window is not None, rules.softcap is not None
         )
         if kernel is not None:
+            choice.used[each] = choice.used.get(each, 0) + 1
             return kernel
-        why.append(fault)
+        choice.refused[each] = fault
     if name == "auto":
+        choice.used["sdpa"] = choice.used.get("sdpa", 0) + 1
         return None
     raise ModelError(
-        f'kernels="{name}" doesn\'t compute this attention: {why[0]}; kernels="auto" finds one that does'
+        f'kernels="{name}" doesn\'t compute this attention: {choice.refused[name]}; kernels="auto" finds one that '
+        "does"
     )
 
 

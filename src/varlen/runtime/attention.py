@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from varlen.attention import rectangles, tiles
-from varlen.attention.choice import chosen
-from varlen.attention.kernels import Kernel, Kernels, Lengths, Qkv, heads_of, tokens_of
+from varlen.attention.choice import KernelChoice, chosen
+from varlen.attention.kernels import Kernel, Lengths, Qkv, heads_of, tokens_of
 from varlen.attention.rectangles import Pair, Partial, joined
 from varlen.attention.rules import LayerRules, rules_of_call
 from varlen.errors import ModelError
@@ -46,7 +46,7 @@ def slice_attention(
     *,
     s_aux: torch.Tensor | None = None,
     slices: Sequence[CachedSlice] | None = None,
-    kernels: Kernels = "auto",
+    choice: KernelChoice | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within documents; transformers' calling convention.
@@ -73,7 +73,7 @@ def slice_attention(
         )
     query, key, value = lowered(query), lowered(key), lowered(value)
     with uncast(query):
-        out = attend(query, key, value, slices, layer=layer, rules=rules, sinks=s_aux, kernels=kernels)
+        out = attend(query, key, value, slices, layer=layer, rules=rules, sinks=s_aux, choice=choice)
     return out.transpose(1, 2), None
 
 
@@ -86,7 +86,7 @@ def attend(
     layer: int,
     rules: LayerRules,
     sinks: torch.Tensor | None = None,
-    kernels: Kernels = "auto",
+    choice: KernelChoice | None = None,
 ) -> torch.Tensor:
     """Attend from every slice to its document up to itself, and keep its keys and values in the document's cache.
 
@@ -97,13 +97,14 @@ def attend(
         key: `[1, key_heads, rows, dim]`.
         value: `[1, key_heads, rows, value_dim]`.
         sinks: `[query_heads]`: scores that all rows see and that have nothing to give; None for none.
+        choice: of the kernel, which is noted there.
 
     Returns:
         `[1, query_heads, rows, value_dim]`; heads of one row lie side by side in memory.
 
     Cost: the work of causal attention cut to the slices; memory linear in rows and tokens.
     """
-    kernel = chosen(query, key, value, rules, kernels)
+    kernel = chosen(query, key, value, rules, choice or KernelChoice())
     call = Call(slices, layer, rules, kernel)
     return _SliceAttention.apply(query, key, value, sinks, call)  # type: ignore[no-any-return, no-untyped-call]
 

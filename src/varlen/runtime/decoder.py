@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from varlen.attention.choice import check_kernels
+from varlen.attention.choice import KernelChoice, check_kernels
 from varlen.attention.kernels import Kernels, on_device
 from varlen.attention.rules import rotary_settings
 from varlen.cost.memory import LOGIT_ROWS
@@ -67,7 +67,7 @@ class DecoderParts:
     rotary: nn.Module
     norm: nn.Module
     head: nn.Linear
-    kernels: Kernels = "auto"  # what computes attention
+    kernels: KernelChoice = field(default_factory=KernelChoice)
     rotary_types: Sequence[str] = ()
     """`[layers]`: by which name each asks for its rotary positions; empty where all get the same."""
     by_length: bool = False  # whether rotary positions depend on a document's total length
@@ -100,7 +100,7 @@ class DecoderParts:
             rotary=decoder.rotary_emb,
             norm=getattr(decoder, family.norm),
             head=head,
-            kernels=kernels,
+            kernels=KernelChoice(kernels),
             rotary_types=tuple(config.layer_types[: len(layers)]) if family.rotary == "by_layer_type" else (),
             by_length=rope_by_length(config),
             embedding_factor=float(getattr(config, family.embedding_factor))
@@ -180,7 +180,7 @@ class DecoderParts:
             position_embeddings=rotated[self.rotary_types[layer]] if self.rotary_types else rotated,
             use_cache=False,
             slices=slices,
-            kernels=self.kernels,
+            choice=self.kernels,
         )
         return out if isinstance(out, torch.Tensor) else out[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from varlen.arguments import as_count, in_words
+from varlen.attention.choice import KernelChoice
 from varlen.attention.kernels import Kernels
 from varlen.batch.packed import LossWeighting, PackedBatch
 from varlen.cost.memory import Gathered, Saved
@@ -34,6 +36,7 @@ from varlen.runtime.step import StepRun, check_runnable, run_stages
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
 from varlen.types import FloatArray
 
+_log = logging.getLogger(__name__)
 SLICE_TOKENS = 8192  # default rows of a MicroPack: enough for the full rate of attention kernels
 DEADLINE_S = 600.0  # default wait for other processes: longer than any task takes
 
@@ -57,6 +60,10 @@ class StepStats:
     """The most bytes of tensors alive at once, on the rank where it is most; 0 where no meter was given."""
     peaks_bytes: npt.NDArray[np.int64]
     """int64 `[processes]`: the same of each rank."""
+    kernels: tuple[str, ...]
+    """What computed attention on this rank, by the names that `kernels` of the engine takes."""
+    refused_kernels: Mapping[str, str]
+    """Why kernels that come before it in the order of "auto" didn't."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -158,7 +165,7 @@ class SliceEngine:
         self._masters: Masters | None = None
         self._of_whole_step: weakref.ref[torch.Tensor] | None = None
         """A gradient that the last step left, if its batch was the whole step."""
-        self._has_warned = False
+        self._has_warned = self._has_logged = False
 
     def step(
         self,
@@ -193,6 +200,7 @@ class SliceEngine:
         if totals.num_targets == inputs.step_num_targets:
             first = next((g for p in self._learning() if (g := p.grad) is not None), None)
             self._of_whole_step = None if first is None else weakref.ref(first)
+        self._log_kernels(run.kernels)
         return StepStats(
             loss=totals.loss,
             num_targets=totals.num_targets,
@@ -201,7 +209,16 @@ class SliceEngine:
             document_losses=None if totals.document_losses is None else means(totals.document_losses),
             peak_bytes=int(totals.peaks_bytes.max()),
             peaks_bytes=totals.peaks_bytes,
+            kernels=tuple(sorted(run.kernels.used)),
+            refused_kernels=run.kernels.refused,
         )
+
+    def _log_kernels(self, choice: KernelChoice) -> None:
+        """Log once what computes attention, and why other kernels don't."""
+        if not self._has_logged:
+            others = "".join(f'; not by "{name}": {why}' for name, why in choice.refused.items())
+            _log.info('attention is computed by "%s"%s', '" and "'.join(sorted(choice.used)), others)
+        self._has_logged = True
 
     def _warn_of_sums(self) -> None:
         """Warn once if a step adds to the gradients of another one, of which each is a mean of its own."""

@@ -7,13 +7,14 @@ for any number of stages and ranks on a laptop, to check that it runs and that i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from varlen.attention.choice import KernelChoice
 from varlen.cost.memory import Saved, layers_again
 from varlen.cost.shape import ModelShape, stages_of
 from varlen.errors import DeadlockError, DocumentsError, PlanError
@@ -36,6 +37,7 @@ class StepRun:
     task_runs: Sequence[TaskRun]  # `[dp * pp]`: the tasks of each stage of each rank
     token_losses: torch.Tensor | None = None
     """`[num_tokens]`: cross-entropy of each token's label, where asked for."""
+    kernels: KernelChoice = field(default_factory=KernelChoice)
 
 
 class LocalTransport:
@@ -131,6 +133,7 @@ def run_stages(
         loss=float(torch.stack(losses).sum()),
         task_runs=[runner.task_run() for runner in runners],
         token_losses=_added([of_rank[-1] for of_rank in chunks]) if keeps_losses else None,
+        kernels=parts.kernels,
     )
 
 

@@ -310,6 +310,7 @@ class MeshRank:
             loss=float(torch.stack(losses).sum()) if losses else 0.0,
             task_runs=[runner.task_run()],
             token_losses=_token_losses(chunks, data) if settings["keeps_losses"] else None,
+            kernels=parts.kernels,
         )
 
     def _settle(self, device: torch.device) -> None:
