@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from varlen.batch.packed import PackedBatch
-from varlen.cost.hardware import MACHINES, Hardware, load_hardware, save_hardware
+from varlen.cost.hardware import Hardware, load_hardware, save_hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape, check_mesh
 from varlen.counts import many
@@ -301,19 +301,15 @@ def hardware_of(
     folder: Path,
     note: Callable[[str], object],
 ) -> Hardware:
-    """Return the hardware that plans are priced by.
+    """Return the hardware that plans are priced by: what is named, or what was measured.
 
-    Cost: `settings.calibrate_s` seconds in a new run, where no hardware is named and the device isn't known.
+    The rates of a known card aren't taken from its table, which is of other kernels than those that run here.
+
+    Cost: `settings.calibrate_s` seconds in a new run, where no hardware is named.
     """
     named = settings.hardware
     if named != "auto":
         return _reported(_named(named), note)
-    card = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else ""
-    known = next((name for name in MACHINES if name in card), None)
-    if known is not None:
-        there = float(torch.cuda.get_device_properties(device).total_memory)
-        hardware = Hardware.named(known)
-        return replace(hardware, memory_bytes=min(hardware.memory_bytes, there))
     path = folder / MEASURED
     if path.is_file():
         return _reported(load_hardware(path), note)

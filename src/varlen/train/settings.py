@@ -349,7 +349,7 @@ parallel = "fsdp"            # how processes share the work: "ddp", "fsdp" or "n
 # pp = 1                     # of several: pipeline stages; the rest are data-parallel ranks
 # method = "micropack"       # how steps are planned for them; see varlen plan
 # recompute = "auto"         # "none", "selective" or "full"; "auto": as much as memory asks for
-# hardware = "auto"          # "h100", ..., or a file of varlen plan --calibrate; "auto": what the GPU is or measures
+# hardware = "auto"          # "h100", ..., or a file of varlen plan --calibrate; "auto": what this machine measures
 
 [log]
 every = 10                   # steps between two lines where there is no terminal to draw on
