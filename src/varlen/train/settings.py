@@ -213,8 +213,8 @@ class PlanSettings:
     virtual_stages: int = 1
     """Chunks of layers per stage."""
     hardware: str = "auto"
-    """A name of `vl.Hardware.named`, or a file of `varlen plan --calibrate`; "auto": the GPU if it has such a name,
-    else a calibration of it (or of the CPU) at the start of a new run, saved in `run.output`."""
+    """A name of `vl.Hardware.named`, or a file of `varlen plan --calibrate`; "auto": a calibration of this
+    machine at the start of a new run, saved in `run.output`."""
     calibrate_s: float = 20.0
     """Duration of this calibration."""
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
