@@ -59,6 +59,11 @@ class Units:
 AS_THEY_ARE = Units()
 
 
+def _reading(units: Iterable[int]) -> list[Event]:
+    """Return the calls around work that reads the weights of units, one after the other."""
+    return [event for unit in units for event in (("gather", unit), ("release", unit))]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepData:
     """The tokens of a step, and what is learned from them."""
@@ -241,32 +246,22 @@ class ChunkStep:
 
     def events(self, kind: int) -> list[Event]:
         """Return the calls of `Units` that a task of a kind makes, whatever its MicroPack; see `Units.task`."""
-        forward: list[Event] = []
-        for layer in self.layers:
-            forward += [("gather", layer), ("release", layer)]
-        head: list[Event] = [("gather", self._parts.head_unit), ("release", self._parts.head_unit)]
+        head, again = self._parts.head_unit, range(self.layers.start, self._again)
         if kind == FORWARD:
-            embedding: list[Event] = [("gather", EMBEDDING), ("release", EMBEDDING)]
-            return [
-                *embedding * self.has_embedding,
-                *forward,
-                *head * (self.has_head and self._is_forward_only),
-            ]
-        reduced: list[list[Event]] = [[("reduce", layer)] for layer in self.layers]
+            ends = [head] if self.has_head and self._is_forward_only else []
+            return _reading([EMBEDDING] * self.has_embedding + [*self.layers, *ends])
         if kind == WEIGHT:
-            return [event for each in reversed(reduced) for event in each]
-        head = [*head, ("reduce", self._parts.head_unit)] * self.has_head
-        has_graphs, again = (
-            self._again < self.layers.stop,
-            len(self.layers[: self._again - self.layers.start]),
-        )
-        found = head if has_graphs else []
-        for layer, each in zip(reversed(self.layers), reversed(reduced)):
-            if layer == self._again - 1 and len(self._saved_layers) < again:
-                found += forward[: 2 * (again - 1)]
-            found += [("gather", layer)]
-            found += head if layer == self.layers.stop - 1 and not has_graphs else []
-            found += [("release", layer), *(each if self._later is None else [])]
+            return [("reduce", layer) for layer in reversed(self.layers)]
+        of_head: list[Event] = [*_reading([head]), ("reduce", head)] if self.has_head else []
+        has_graphs = self._again < self.layers.stop
+        found = list(of_head) if has_graphs else []
+        for layer in reversed(self.layers):
+            if again and layer == again[-1] and len(self._saved_layers) < len(again):
+                found += _reading(again[:-1])  # makes their outputs again, which weren't kept
+            found.append(("gather", layer))
+            found += of_head if layer == self.layers.stop - 1 and not has_graphs else []
+            found.append(("release", layer))
+            found += [("reduce", layer)] if self._later is None else []
         return found + [("reduce", EMBEDDING)] * self.has_embedding
 
     def _between(self, key: SliceKey, layer: int, _: torch.Tensor) -> None:

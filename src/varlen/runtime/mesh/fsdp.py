@@ -119,13 +119,16 @@ class Shards(Units):
         self._sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
         self._check()
         self._own = {id(module): list(_own(model, module)) for module in self._modules}
-        units = range(EMBEDDING, parts.head_unit + 1)
-        self._named = {n: self._names(n) for n in units}
-        # The backward pass comes last to the first of several units that share a parameter.
-        self._reduced = {
-            n: [name for name in self._named[n] if not any(name in self._named[m] for m in units[: n + 1])]
-            for n in units
-        }
+        self._reduced: dict[int, list[str]] = {}
+        """Parameters of units, a shared one of the first alone: the backward pass comes to that last."""
+        self._held: dict[int, list[Any]] = {}
+        """Sharded modules that hold units' parameters, in one order on all replicas."""
+        seen: set[str] = set()
+        for unit in range(EMBEDDING, parts.head_unit + 1):
+            names = self._names(unit)
+            self._reduced[unit] = sorted(names - seen)
+            self._held[unit] = [m for m in self._modules if any(n in names for n, _, _ in self._own[id(m)])]
+            seen.update(names)
         self._whole: dict[str, nn.Parameter] = {}
         """Parameters that were gathered: PyTorch gives the same object, and its gradient, each time."""
         self._has: set[str] = set()
@@ -149,7 +152,7 @@ class Shards(Units):
     def parts(self) -> DecoderParts:
         """The stage taken apart, called past its hooks."""
         parts = self._parts
-        names = self._named[EMBEDDING]
+        names = self._reduced[EMBEDDING]
         embedding: Any = _unhooked(parts.embedding)
         if names:
             embedding = _Embedding(embedding, lambda: self._whole[names[0]])
@@ -190,17 +193,17 @@ class Shards(Units):
         self._used.append(unit)
         if self._by_step:
             return
-        self._gather(self._of(unit))
+        self._gather(self._held[unit])
         if unit != EMBEDDING:  # looking up takes no time in which another unit could come
-            for module in self._of(self._next()):
+            for module in self._next():
                 self._coming[id(module)] = module.unshard(async_op=True)
 
     def release(self, unit: int) -> None:
         """Release what neither other units that run now nor the next one need."""
         assert self._events.popleft() == ("release", unit)
         self._used.remove(unit)
-        kept = {id(module) for each in (*self._used, self._next()) for module in self._of(each)}
-        for module in self._of(unit):
+        kept = {id(module) for used in self._used for module in self._held[used]} | set(map(id, self._next()))
+        for module in self._held[unit]:
             if not self._by_step and id(module) not in kept:
                 module.reshard()
 
@@ -212,7 +215,7 @@ class Shards(Units):
 
     def whole_dtype(self, layers: range) -> torch.dtype:
         """Return the dtype of layers' matrices when gathered; all replicas ask at once."""
-        modules = self._of(layers.start)
+        modules = self._held[layers.start]
         held = [p for p in self._parts.layers[layers.start].parameters() if p.ndim > 1]
         if not self._by_step and modules:
             self._gather(modules)
@@ -281,20 +284,13 @@ class Shards(Units):
                     self._hooks += add_from_autograd([getattr(owner, key)])
                 self._whole[name] = getattr(owner, key)
 
-    def _of(self, unit: int | None) -> list[Any]:
-        """Return the sharded modules that hold a unit's parameters, in one order on all replicas."""
-        if unit is None:
-            return []
-        names = set(self._named[unit])
-        return [m for m in self._modules if any(name in names for name, _, _ in self._own[id(m)])]
+    def _next(self) -> list[Any]:
+        """Return the sharded modules of the unit that the task gathers next."""
+        return next((self._held[unit] for event, unit in self._events if event == "gather"), [])
 
-    def _next(self) -> int | None:
-        """Return the unit that the task gathers next."""
-        return next((unit for event, unit in self._events if event == "gather"), None)
-
-    def _names(self, unit: int) -> list[str]:
+    def _names(self, unit: int) -> set[str]:
         held = {id(p) for module in self._parts.unit(unit) for p in module.parameters()}
-        return [name for name, parameter in self._sharded.items() if id(parameter) in held]
+        return {name for name, parameter in self._sharded.items() if id(parameter) in held}
 
     def _check(self) -> None:
         within = [
