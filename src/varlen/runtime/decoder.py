@@ -6,7 +6,7 @@ The model stays as it is: its own modules are called with its own arguments, in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,6 +67,8 @@ class DecoderParts:
     rotary: nn.Module
     norm: nn.Module
     head: nn.Linear
+    head_is_plain: bool = True
+    """Whether the head is its weight and bias alone; else it is run as a module, and autograd runs its backward."""
     kernels: KernelChoice = field(default_factory=KernelChoice)
     rotary_types: Sequence[str] = ()
     """`[layers]`: by which name each asks for its rotary positions; empty where all get the same."""
@@ -100,6 +102,7 @@ class DecoderParts:
             rotary=decoder.rotary_emb,
             norm=getattr(decoder, family.norm),
             head=head,
+            head_is_plain=is_plain(head),
             kernels=KernelChoice(kernels),
             rotary_types=tuple(config.layer_types[: len(layers)]) if family.rotary == "by_layer_type" else (),
             by_length=rope_by_length(config),
@@ -243,12 +246,17 @@ class DecoderParts:
         with ungraphed(hidden):
             for first in range(0, hidden.shape[1], HEAD_ROWS):
                 rows = slice(first, first + HEAD_ROWS)
-                losses[rows] = self._softmax(self.norm(hidden[0, rows]), labels[rows]).losses
+                losses[rows] = self._softmax(self._logits(self.norm(hidden[0, rows])), labels[rows]).losses
         return losses
 
-    def _softmax(self, normed: torch.Tensor, labels: torch.Tensor, *, has_slope: bool = False) -> _Softmax:
-        """Run the head and the softmax over the vocabulary, in one float32 buffer."""
-        logits = nn.functional.linear(normed, self.head.weight, self.head.bias)
+    def _logits(self, normed: torch.Tensor) -> torch.Tensor:
+        if self.head_is_plain:
+            return nn.functional.linear(normed, self.head.weight, self.head.bias)
+        logits: torch.Tensor = self.head(normed)
+        return logits
+
+    def _softmax(self, logits: torch.Tensor, labels: torch.Tensor, *, has_slope: bool = False) -> _Softmax:
+        """Run the softmax over the vocabulary, in one float32 buffer."""
         factor, cap = self.logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         slope: torch.Tensor | float = factor
@@ -272,12 +280,21 @@ class DecoderParts:
         Logits become their softmax, and that their gradient, in one float32 buffer; in the weights' dtype it then
         takes the place of the logits: 6 bytes a logit in bfloat16, 4 in float32.
         """
-        logits, wide, total, slope, losses = self._softmax(normed, labels, has_slope=True)
+        normed = normed if self.head_is_plain else normed.requires_grad_()
+        with nullcontext() if self.head_is_plain else torch.enable_grad():
+            graph = self._logits(normed)
+        given = graph.detach() if self.head_is_plain else graph.detach().clone()  # it is overwritten
+        logits, wide, total, slope, losses = self._softmax(given, labels, has_slope=True)
         weights = weights.to(wide.dtype)
         wide *= (weights / total)[:, None]
         wide.scatter_add_(1, labels.clamp_min(0)[:, None], -weights[:, None])
         if self.logits != AS_GIVEN:
             wide *= slope
+        if not self.head_is_plain:
+            with uncast(graph):
+                torch.autograd.backward(graph, wide.to(graph.dtype))
+            assert normed.grad is not None
+            return losses, normed.grad
         by_logits = logits.copy_(wide)
         weight, bias = self.head.weight, self.head.bias
         if weight.requires_grad:
@@ -325,20 +342,19 @@ def check_model(model: Any, kernels: Kernels) -> None:
     model.set_attn_implementation(before)
 
 
-# `check_ends`: whether a model's embedding and head are only their weights, since steps compute both themselves.
+# `check_ends`: whether a model's embedding and head are only their weights.
 #
 # A step multiplies by the head's weight and adds to both ends' gradients in place, so that neither all logits nor a
-# gradient of the whole vocabulary exists at once. An adapter around an end, or a hook on it, would be bypassed and
-# never learn.
+# gradient of the whole vocabulary exists at once. A head with an adapter or a hook is run as a module, block of rows
+# by block of rows. An adapter around the embedding, or a hook on it, would be bypassed and never learn.
 
 _COPIES = "ModulesToSaveWrapper"  # peft's class that trains a copy of a module and exposes the copy's weight
 
 
 def check_ends(name: str, model: Any, embedding: Any, head: Any) -> None:
-    """Refuse what a step would pass by: adapters and hooks at both ends, and what learns outside of the decoder."""
-    for what, end, kind in (("embedding", embedding, nn.Embedding), ("head", head, nn.Linear)):
-        if next(end.parameters(), None) is not None:
-            _check_end(name, what, end, kind)
+    """Refuse what a step would pass by: adapters and hooks at the embedding, and what learns outside the decoder."""
+    if next(embedding.parameters(), None) is not None:
+        _check_embedding(name, embedding)
     inside = {id(p) for part in (model.get_decoder(), head) for p in part.parameters()}
     outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
     if outside:
@@ -356,28 +372,44 @@ def check_ends(name: str, model: Any, embedding: Any, head: Any) -> None:
         )
 
 
-def _check_end(name: str, what: str, end: Any, kind: type[nn.Module]) -> None:
-    """Refuse an end that computes more than its weight defines, or that has hooks."""
-    owner = end
-    if type(end).__name__ == _COPIES:
-        owner = next((m for m in end.modules() if m._parameters.get("weight") is end.weight), end)
-    is_plain = isinstance(owner, kind) and owner._parameters.get("weight") is not None
-    is_plain = is_plain and "forward" not in vars(owner)
-    if what == "head" and is_plain:
-        is_plain = type(owner).forward is kind.forward
-    if not is_plain:
+def is_plain(head: Any) -> bool:
+    """Return whether a head gives the product with its weight alone, and nothing is hooked to it."""
+    owner = _owner(head)
+    if next(owner.parameters(), None) is None:
+        return True  # another stage's
+    if (
+        not isinstance(owner, nn.Linear)
+        or owner._parameters.get("weight") is None
+        or "forward" in vars(owner)
+    ):
+        return False
+    hooks = {} if isinstance(owner, FSDPModule) else owner._forward_hooks | owner._forward_pre_hooks
+    hooks |= getattr(owner.weight, "_backward_hooks", None) or {}
+    return type(owner).forward is nn.Linear.forward and not hooks
+
+
+def _owner(end: Any) -> Any:
+    """Return the module of which an end has the weight."""
+    if type(end).__name__ != _COPIES:
+        return end
+    return next((m for m in end.modules() if m._parameters.get("weight") is end.weight), end)
+
+
+def _check_embedding(name: str, embedding: Any) -> None:
+    """Refuse an embedding that computes more than its weight defines, or that has hooks."""
+    owner = _owner(embedding)
+    is_own = isinstance(owner, nn.Embedding) and owner._parameters.get("weight") is not None
+    if not is_own or "forward" in vars(owner):
         raise ModelError(
-            f"the {what} of this {name} model is a {type(owner).__module__}.{type(owner).__qualname__} that computes "
-            f"more than its weight says, and slices compute the {what} by its weight; leave it out of an adapter's "
-            'target_modules, and name it in "modules_to_save" if it is to learn'
+            f"the embedding of this {name} model is a {type(owner).__module__}.{type(owner).__qualname__} that "
+            "computes more than its weight says, and slices compute its gradient by its weight; leave it out of an "
+            'adapter\'s target_modules, and name it in "modules_to_save" if it is to learn'
         )
     hooks = len(getattr(owner.weight, "_backward_hooks", None) or ())
-    if what == "head" and not isinstance(owner, FSDPModule):
-        hooks += len(owner._forward_hooks) + len(owner._forward_pre_hooks)
     if hooks:
         raise ModelError(
-            f"the {what} of this {name} model has {many(hooks, 'hook', 'hooks')} on what it gives or on its "
-            "gradient, which slices, computing both by its weight, would pass by; remove what registered them"
+            f"the embedding of this {name} model has {many(hooks, 'hook', 'hooks')} on its gradient, which slices, "
+            "computing it by its weight, would pass by; remove what registered them"
         )
 
 

@@ -133,8 +133,8 @@ class Shards(Units):
         """Parameters that were gathered: PyTorch gives the same object, and its gradient, each time."""
         self._has: set[str] = set()
         """Parameters with a gradient on this rank."""
-        # Of one task, autograd gives a parameter at most one gradient, which is reduced at the task's end.
-        self._adds_up = self._by_step or splits_backward
+        # Else autograd gives a parameter one gradient in a task, which is reduced then.
+        self._adds_up = self._by_step or splits_backward or not parts.head_is_plain
         self._hooks: list[Any] = []
         self._events: deque[Event] = deque()
         self._used: list[int] = []
