@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from varlen.attention.choice import ByScores
-from varlen.attention.kernels import FlashAttn, Flex, TorchVarlen
+from varlen.attention.kernels import FlashAttn, FlashAttn3, Flex, TorchVarlen
 
 SCALE = 0.3
 Tensors = list[torch.Tensor]
@@ -145,6 +145,29 @@ def package_backward(
         into.copy_(made)
 
 
+def hopper_forward(
+    q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+    softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+) -> Any:  # fmt: skip
+    """`flash_attn_interface._flash_attn_forward` of FlashAttention 3, as far as it is used."""
+    how = (softmax_scale, _left(causal, window_size_left, window_size_right), softcap)
+    made = slice_by_slice([q, k, v], cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), *how)
+    return *made, torch.zeros(0), torch.zeros(0)
+
+
+def hopper_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, *, dq: Any, dk: Any, dv: Any, cu_seqlens_q: Any,
+    cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, is_causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float,
+) -> None:  # fmt: skip
+    """`flash_attn_interface._flash_attn_backward` of FlashAttention 3: gradients go into contiguous tensors."""
+    how = (softmax_scale, _left(is_causal, window_size_left, window_size_right), softcap)
+    rest = (cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), *how)
+    for into, made in zip((dq, dk, dv), back([q, k, v], dout, (out, softmax_lse), *rest)):
+        assert into.is_contiguous()
+        into.copy_(made)
+
+
 def flex(
     query: Any,
     key: Any,
@@ -172,6 +195,7 @@ def flex(
 
 KERNELS: dict[str, Callable[[], Any]] = {
     "varlen": lambda: TorchVarlen(aten_forward, aten_backward),
+    "flash_attn_3": lambda: FlashAttn3(hopper_forward, hopper_backward),
     "flash_attn": lambda: FlashAttn(package_forward, package_backward),
     "flex": lambda: Flex(flex),
     "by_scores": ByScores,

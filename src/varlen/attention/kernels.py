@@ -168,6 +168,45 @@ class FlashAttn:
         return {"causal": not lengths.sees_all, **sides, "softcap": rules.softcap or 0.0}
 
 
+class FlashAttn3:
+    """The variable-length kernel of FlashAttention 3, for Hopper GPUs (Shah et al. 2024, arXiv 2407.08608)."""
+
+    has_softcap: ClassVar = True
+
+    def __init__(
+        self, forward: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None
+    ) -> None:
+        if forward is None or backward is None:
+            import flash_attn_interface as package
+
+            forward, backward = package._flash_attn_forward, package._flash_attn_backward
+        self._forward, self._backward = forward, backward
+
+    def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
+        """As `Kernel.forward`."""
+        named = self._named(lengths, rules, given.query.device)
+        out, lse, *_ = self._forward(*given, causal=not lengths.sees_all, **named)
+        return out, lse
+
+    def backward(
+        self, gradient: torch.Tensor, given: Qkv, merged: Merged, lengths: Lengths, rules: LayerRules
+    ) -> Qkv:
+        """As `Kernel.backward`."""
+        found = Qkv(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given))
+        into = dict(zip(("dq", "dk", "dv"), found))
+        named = self._named(lengths, rules, gradient.device)
+        self._backward(gradient, *given, *merged, is_causal=not lengths.sees_all, **into, **named)
+        return found
+
+    @staticmethod
+    def _named(lengths: Lengths, rules: LayerRules, device: torch.device) -> dict[str, Any]:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        left, right = (-1, -1) if lengths.sees_all else (_to_the_left(rules), 0)
+        sides = {"window_size_left": left, "window_size_right": right}
+        ends = dict(zip(names, _as_ends(lengths, device)))
+        return {**ends, **sides, "softmax_scale": rules.scale, "softcap": rules.softcap or 0.0}
+
+
 def _to_the_left(rules: LayerRules) -> int:
     """Return flash-attn's left window, which doesn't count the token itself; -1 for no window."""
     return -1 if rules.window is None else rules.window - 1
@@ -330,10 +369,12 @@ def _blocks_seen(lengths: Lengths, window: int | None) -> tuple[BoolArray, BoolA
     return some & ~whole, whole
 
 
-Kernels = Literal["auto", "sdpa", "varlen", "flash_attn", "flex"]
+Kernels = Literal["auto", "sdpa", "flash_attn_3", "varlen", "flash_attn", "flex"]
 """What computes slices: PyTorch's dense kernels rectangle by rectangle ("sdpa"), its variable-length one ("varlen"),
-flash-attn's, FlexAttention, or ("auto") the first of "varlen", "flash_attn", "flex" and "sdpa" that can."""
+those of FlashAttention 3 and of flash-attn, FlexAttention, or ("auto") the first of "flash_attn_3", "varlen",
+"flash_attn", "flex" and "sdpa" that can."""
 MAKERS: dict[str, type[Kernel]] = {
+    "flash_attn_3": FlashAttn3,
     "varlen": TorchVarlen,
     "flash_attn": FlashAttn,
     "flex": Flex,

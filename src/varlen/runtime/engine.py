@@ -131,7 +131,7 @@ class SliceEngine:
                 host memory, and with saved="stage" what went into the first layer.
             weighting: of targets, as `PackedBatch.loss_weights` says.
             kernels: what computes attention: PyTorch's dense kernels ("sdpa"), and on CUDA its variable-length one
-                ("varlen"), "flash_attn", "flex", or the first of these that can.
+                ("varlen"), "flash_attn_3", "flash_attn", "flex", or the first of these that can.
             mesh: how the job's GPUs are arranged; None for this process alone, which runs plans of any mesh.
             rank: of this process among all, `stage * dp + data-parallel rank`; needed with a mesh.
             deadline_s: longest wait for other processes in anything, a whole step's computing among it.
