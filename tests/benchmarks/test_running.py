@@ -267,7 +267,7 @@ def test_gradients_of_slices_are_measured_beside_float64():
     assert [row["kernels"] for row in found] == ["auto", *get_args(Kernels)]
     assert found[0]["error"] < 1e-5 < found[1]["error"] < 2 * found[1]["unsliced_error"]
     assert all("half precision on CUDA" in row["not_run"] for row in found[3:])
-    assert found[2]["used"] == ["rectangles"]
+    assert found[2]["used"] == ("sdpa",)
 
 
 def test_steps_are_measured_beside_the_simulator():

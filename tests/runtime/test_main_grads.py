@@ -15,6 +15,8 @@ from varlen.errors import SettingError
 LENGTHS = [64] * 64
 HALVES = [torch.bfloat16, torch.float16]
 
+pytestmark = pytest.mark.filterwarnings("ignore:engine.step adds to gradients")
+
 
 def batch_of(lengths: list[int] = LENGTHS) -> vl.PackedBatch:
     random = np.random.default_rng(3)

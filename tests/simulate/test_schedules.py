@@ -218,7 +218,7 @@ def test_gathers_come_with_sharded_parameters_and_the_sync_without(sharding):
 
     found = durations(in_blocks(random_plan(0, mesh, False, 4)), COST)
 
-    assert (found.gather > 0).all() == (sharding == "parameters")
+    assert (found.gather[:2] > 0).all() == (sharding == "parameters")
     assert (found.sync > 0).all() == (sharding != "parameters")
 
 

@@ -9,6 +9,7 @@ from varlen.cost.memory import BACKWARD_COUNTS, CLOSED, FORWARD_COUNTS, OPENED, 
 from varlen.simulate.graph import Durations
 from varlen.simulate.schedules import Schedule
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Mesh, MicroPacks, StepPlan
+from varlen.types import FloatArray
 
 Slices = list[list[list[tuple[int, int, int]]]]
 """For each rank, for each MicroPack, the slices (document, start, stop)."""
@@ -89,6 +90,12 @@ def equal_plan(
     return plan_of(forward, backward, stages, mesh, splits_backward)
 
 
+def _gathers(plan: StepPlan, gather: FloatArray) -> FloatArray:
+    """Seconds of tasks that gather once, and reduce in as many where they add to weight gradients."""
+    backward = gather if plan.splits_backward else 2 * gather
+    return np.stack([gather, backward, gather * plan.splits_backward])
+
+
 def durations_of(plan: StepPlan, forward: Any, backward: Any, weight: Any = 0.0, **others: Any) -> Durations:
     """Give tasks the durations said, one for all or one each; messages and collectives take none."""
     chunks, ahead, back = plan.mesh.num_chunks, plan.forward.num_micropacks, plan.backward.num_micropacks
@@ -106,7 +113,7 @@ def durations_of(plan: StepPlan, forward: Any, backward: Any, weight: Any = 0.0,
         send_forward=np.broadcast_to(np.asarray(others.get("send_forward", 0.0)), ahead).copy(),
         send_backward=np.broadcast_to(np.asarray(others.get("send_backward", 0.0)), back).copy(),
         latency_s=others.get("latency_s", 0.0),
-        gather=np.broadcast_to(np.asarray(others.get("gather", 0.0)), chunks).copy(),
+        gather=_gathers(plan, np.broadcast_to(np.asarray(others.get("gather", 0.0)), chunks)),
         sync=np.broadcast_to(np.asarray(others.get("sync", 0.0)), plan.mesh.pp).copy(),
         forward_rows=rows(plan.forward),
         backward_rows=rows(plan.backward),

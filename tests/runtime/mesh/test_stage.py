@@ -306,6 +306,7 @@ def test_an_error_that_names_nobody_stays_what_it_was():
     assert said == "RuntimeError: gloo: Connection closed by peer"
 
 
+@pytest.mark.filterwarnings("ignore:engine.step adds to gradients")
 def test_gradients_of_earlier_batches_stay_where_a_step_fails():
     plan, model = runnable(plan_of(4, vl.Mesh())), small(1)
     engine = vl.SliceEngine(model, mesh=vl.Mesh(), rank=0)
