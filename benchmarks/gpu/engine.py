@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import varlen as vl
-from benchmarks.gpu.models import BILLION, llama, peak_bytes, seconds, side_by_side
+from benchmarks.gpu.models import BILLION, fresh_step, llama, peak_bytes, seconds, side_by_side
 from benchmarks.gpu.training import documents
 from varlen.cost.shape import BACKWARD_RATIO, ModelShape
 from varlen.plan.one_gpu import one_gpu_plan
@@ -102,13 +102,13 @@ def _step(
 ) -> dict[str, Any]:
     """Return seconds of a step, and the most bytes that it takes beside parameters and gradients."""
     engine = vl.SliceEngine(model, slice_tokens, **way)  # type: ignore[arg-type]
-    taken = side_by_side([lambda: engine.step(batch)], device, rounds=rounds, warm=1)[0]
+    taken = side_by_side([lambda: fresh_step(model, engine, batch)], device, rounds=rounds, warm=1)[0]
     if device.type == "cuda":
         torch.cuda.empty_cache()
     row = {
         "seconds": taken,
         "tokens_per_s": batch.num_tokens / taken,
-        "peak_bytes": peak_bytes(lambda: engine.step(batch), device),
+        "peak_bytes": peak_bytes(lambda: fresh_step(model, engine, batch), device),
     }
     if device.type == "cuda":
         row["peak_reserved_bytes"] = torch.cuda.max_memory_reserved() - torch.cuda.memory_allocated()
@@ -130,6 +130,7 @@ def waits(
         for way in WAYS:
             engine = vl.SliceEngine(model, slice_tokens, **way)  # type: ignore[arg-type]
             engine.step(batch)
+            model.zero_grad()
             with warnings.catch_warnings(record=True) as seen:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")
@@ -160,9 +161,9 @@ def kernels(
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     found = []
     for name, batch in batches(sizes, tokens).items():
-        taken = seconds(lambda batch=batch: engine.step(batch), device, rounds=3)
+        taken = seconds(lambda batch=batch: fresh_step(model, engine, batch), device, rounds=3)
         with profile(activities=activities) as seen:
-            engine.step(batch)
+            fresh_step(model, engine, batch)
             if device.type == "cuda":
                 torch.cuda.synchronize()
         rows = [each for each in seen.key_averages() if each.self_device_time_total > 0]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import varlen as vl
-from benchmarks.gpu.models import BILLION, llama, one_document, peak_bytes, side_by_side
+from benchmarks.gpu.models import BILLION, fresh_step, llama, one_document, peak_bytes, side_by_side
 
 TOKENS = 32_768
 SLICES = (1024, 2048, 4096, 8192, 16_384)
@@ -36,7 +36,7 @@ def overhead(
     calls = [lambda: checkpointed(model, batch, device)]
     for rows in (tokens, *slice_tokens):
         engine = vl.SliceEngine(model, slice_tokens=rows)
-        calls.append(lambda engine=engine: engine.step(batch))
+        calls.append(lambda engine=engine: fresh_step(model, engine, batch))
     times = side_by_side(calls, device, rounds=rounds, warm=1)
     peaks = [peak_bytes(call, device) for call in calls]
     return {

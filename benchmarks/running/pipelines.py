@@ -65,7 +65,8 @@ def cost_of(hardware: Hardware) -> vl.CostModel:
 
 
 def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
-    engine = vl.SliceEngine(decoder(), mesh=found[0].plan.mesh, rank=rank)
+    model = decoder()
+    engine = vl.SliceEngine(model, mesh=found[0].plan.mesh, rank=rank)
     batches = [batch_of(step.plan.lengths) for step in found]
     shape = vl.ModelShape.from_config(LlamaConfig(**CONFIG))
     bench = Bench.of(shape, device=torch.device("cpu"), dtype=torch.float32, budget_s=BUDGET_S)
@@ -78,6 +79,7 @@ def measured(rank: int, found: list[Step], rounds: int) -> dict[str, Any]:
             bench.run_round()
             exchanges.append(turns(rank))
         for index, step in enumerate(found):
+            model.zero_grad(set_to_none=False)
             dist.barrier()
             begun = time.perf_counter()
             stats = engine.step(batches[index], step.plan)
@@ -191,7 +193,8 @@ def run_ahead(num_steps: int = STEPS, documents: int = AHEAD_DOCUMENTS) -> dict[
     search = Search(least_rows=LEAST_ROWS)
     given: dict[str, Any] = {"cost": cost, "mesh": mesh, "search": search}
     before = [vl.plan_step(each, **given) for each in lengths]
-    engine, batches = vl.SliceEngine(decoder()), [batch_of(each) for each in lengths]
+    model, batches = decoder(), [batch_of(each) for each in lengths]
+    engine = vl.SliceEngine(model)
     engine.step(batches[0], before[0])
     apart: list[float] = []
     together: list[float] = []
@@ -199,6 +202,7 @@ def run_ahead(num_steps: int = STEPS, documents: int = AHEAD_DOCUMENTS) -> dict[
     answers: list[str] = []
     with vl.Planner(lengths, **given) as planner:
         for step in range(num_steps):
+            model.zero_grad(set_to_none=False)
             begun = time.perf_counter()
             plan = planner.take(step)
             taken = time.perf_counter()
@@ -207,6 +211,7 @@ def run_ahead(num_steps: int = STEPS, documents: int = AHEAD_DOCUMENTS) -> dict[
             waited.append(taken - begun)
             answers.append("quick" if plan.answered_by.startswith("quick") else "ahead")
     for step in range(num_steps):
+        model.zero_grad(set_to_none=False)
         begun = time.perf_counter()
         engine.step(batches[step], before[step])
         apart.append(time.perf_counter() - begun)

@@ -207,7 +207,7 @@ def test_ranks_that_mean_different_things_all_say_so(four):
         if rank == 2:
             assert "the plan is of" in one["one rank"] or "in the plan and" in one["one rank"]
             assert "a batch of type dict" in one["no batch"]
-            assert "the head of this llama model has 1 hook" in one["hook"]
+            assert "the embedding of this llama model has 1 hook" in one["hook"]
         else:
             for name, what in (("one rank", "step"), ("no batch", "step"), ("hook", "model")):
                 assert (

@@ -312,7 +312,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     tried("no batch", lambda engine: engine.step({} if is_odd else batch, plan))  # type: ignore[arg-type]
     hooked = small(0)
     if is_odd:
-        hooked.lm_head.register_forward_hook(lambda *_: None)
+        hooked.model.embed_tokens.weight.register_hook(lambda _: None)
     tried("hook", lambda engine: None, hooked)
     tried("model", lambda engine: None, tiny("llama", num_hidden_layers=6 if is_odd else LAYERS))
     return said

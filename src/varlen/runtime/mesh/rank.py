@@ -247,30 +247,19 @@ class MeshRank:
         settings: dict[str, Any],
     ) -> StepRun:
         """Run the tasks, and reduce gradients, which a forward pass alone has none of."""
-        parts, mesh, stage = (
-            DecoderParts.of(model, self._kernels),
-            self.coordinate.mesh,
-            self.coordinate.stage,
-        )
-        waiting = self._wait_reporter.waiting
+        mesh, stage = self.coordinate.mesh, self.coordinate.stage
         is_forward_only = settings["is_forward_only"]
         parameters = {} if is_forward_only else _trained(model)
-        shards = (
-            Shards(
-                model, parts, groups.replicas, self._gathered, waiting, splits_backward=plan.splits_backward
-            )
-            if is_sharded(model)
-            else None
-        )
+        parts = DecoderParts.of(model, self._kernels)
+        shards = self._shards(model, parts, groups, plan) if is_sharded(model) else None
         reduction = Reduction(_alike(parameters, shards, masters), groups.replicas, parts)
         # Communicators of shared documents and of replicas would wait for each other.
         units = shards or (reduction if not plan.num_merged and not is_forward_only else AS_THEY_ARE)
         parts = parts if shards is None else shards.parts
         layers = layers_of(model, mesh)
         shared = self._shared(groups, plan)
-        chunks = chunk_steps(parts, layers, data, plan, shared=shared, units=units, **settings)[
-            stage :: mesh.pp
-        ]
+        every = chunk_steps(parts, layers, data, plan, shared=shared, units=units, **settings)
+        chunks = every[stage :: mesh.pp]
         with step_gradients(parameters.values(), is_apart=True):
             with nullcontext() if shards is None else shards.step():
                 like = torch.empty(
@@ -291,15 +280,7 @@ class MeshRank:
                     meter=meter,
                     is_forward_only=is_forward_only,
                 )
-                try:
-                    while runner.next_task:
-                        runner.run_next()
-                    channels.finish()
-                except BaseException:
-                    channels.drop()
-                    if shards is not None:
-                        shards.forget()
-                    raise
+                _run_tasks(runner, channels, shards)
             with self._wait_reporter.waiting():
                 self._settle(groups.device)
                 if not is_forward_only:
@@ -319,6 +300,11 @@ class MeshRank:
             end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             end.record()
             wait_until(end.query, self._notes, self._timeout_s)
+
+    def _shards(self, model: Any, parts: DecoderParts, groups: Groups, plan: StepPlan) -> Shards:
+        """Return the parameters that FSDP2 divides, for one step."""
+        waiting, is_split = self._wait_reporter.waiting, plan.splits_backward
+        return Shards(model, parts, groups.replicas, self._gathered, waiting, splits_backward=is_split)
 
     def _shared(self, groups: Groups, plan: StepPlan) -> dict[int, SharedDocument]:
         """Return the documents of a plan that this process shares with others of its stage."""
@@ -382,6 +368,19 @@ class MeshRank:
             num_targets=int(every[:, 2].sum()),
             document_losses=losses,
         )
+
+
+def _run_tasks(runner: StageRunner, channels: Channels, shards: Shards | None) -> None:
+    """Run all tasks of a stage, and drop what is on its way if one fails."""
+    try:
+        while runner.next_task:
+            runner.run_next()
+        channels.finish()
+    except BaseException:
+        channels.drop()
+        if shards is not None:
+            shards.forget()
+        raise
 
 
 def _alike(
