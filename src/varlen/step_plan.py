@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from varlen.arguments import in_words
 from varlen.errors import SettingError
-from varlen.types import Int32Array, rebuilt
+from varlen.types import Int32Array, IntArray, rebuilt
 
 Sharding = Literal["none", "optimizer", "parameters"]
 PlanMethod = Literal["packed", "balanced", "sliced", "micropack", "dynamic_cp"]
@@ -197,3 +197,53 @@ class StepPlan:
     def num_merged(self) -> int:
         """Documents that more than one data-parallel rank shares."""
         return int((self.num_ranks > 1).sum())
+
+
+def spread(plan: StepPlan, ranks: int) -> StepPlan:
+    """Return the same plan on a mesh with `ranks` times as many data-parallel ranks, and as many fewer of cp.
+
+    The GPUs that shared every document because of cp share it as neighbouring data-parallel ranks: they hold the same
+    MicroPacks and run the same tasks. Seconds, bytes and results are equal.
+
+    Args:
+        plan: of a mesh whose cp is a multiple of `ranks`.
+        ranks: a power of two, as numbers of ranks that share a document are.
+    """
+    if ranks == 1:
+        return plan
+    mesh = plan.mesh
+    copies = np.repeat(np.arange(mesh.dp), ranks)
+    stages = (mesh.pp * copies[:, np.newaxis] + np.arange(mesh.pp)).ravel()
+    tasks, task_offsets = copied(plan.task_offsets, stages)
+    is_held = plan.first_ranks >= 0
+    return replace(
+        plan,
+        mesh=replace(mesh, dp=mesh.dp * ranks, cp=mesh.cp // ranks),
+        first_ranks=np.where(is_held, plan.first_ranks * ranks, -1).astype(np.int32),
+        num_ranks=np.where(is_held, plan.num_ranks * ranks, 1).astype(np.int32),
+        forward=_spread(plan.forward, copies),
+        backward=_spread(plan.backward, copies),
+        tasks=plan.tasks[tasks],
+        task_offsets=task_offsets,
+    )
+
+
+def _spread(packs: MicroPacks, ranks: IntArray) -> MicroPacks:
+    """Return MicroPacks of the given ranks, in this order."""
+    micropacks, rank_offsets = copied(packs.rank_offsets, ranks)
+    slices, slice_offsets = copied(packs.slice_offsets, micropacks)
+    return MicroPacks(
+        rank_offsets=rank_offsets,
+        slice_offsets=slice_offsets,
+        document_ids=packs.document_ids[slices],
+        starts=packs.starts[slices],
+        stops=packs.stops[slices],
+    )
+
+
+def copied(offsets: Int32Array, parts: IntArray) -> tuple[IntArray, Int32Array]:
+    """Return the indices of what lies in some parts, part after part, and where each part begins."""
+    sizes = np.diff(offsets)[parts].astype(np.int64)
+    begins = np.cumsum(sizes) - sizes
+    indices: IntArray = np.arange(sizes.sum()) + np.repeat(offsets[:-1][parts] - begins, sizes)
+    return indices, np.append(begins, sizes.sum()).astype(np.int32)

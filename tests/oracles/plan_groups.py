@@ -244,3 +244,24 @@ def _write(groups: list[Group], first: int, group_of: Int32, levels: Int32) -> N
     for number, group in enumerate(groups, first):
         group_of[group.items] = number
         levels[number] = group.level
+
+
+def seated(loads: Floats, levels: Int32, batches: Int32, dp: int) -> Int32:
+    """Return the first rank of each group: the aligned neighbours with the least work so far.
+
+    `loads` are the seconds of each of a group's 2^level ranks; `batches`, the micro-batch of each group, rise.
+    """
+    first_ranks = np.zeros(levels.size, np.int32)
+    totals = np.zeros(dp)
+    begins = np.searchsorted(batches, np.arange(int(batches.max(initial=-1)) + 2))
+    for begin, end in zip(begins[:-1], begins[1:]):
+        taken = np.zeros(dp, np.bool_)
+        for group in begin + np.lexsort((-loads[begin:end], -levels[begin:end])):
+            width = 1 << int(levels[group])
+            whole = dp // width * width
+            so_far = np.where(taken[:whole], np.inf, totals[:whole]).reshape(-1, width).max(axis=1)
+            first = int(so_far.argmin()) * width
+            first_ranks[group] = first
+            taken[first : first + width] = True
+            totals[first : first + width] = so_far.min() + loads[group]
+    return first_ranks

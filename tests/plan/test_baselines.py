@@ -1,6 +1,7 @@
 """Baselines: documents dealt, grouped, ordered and shared as their methods say, and none is lost."""
 
 import itertools
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_shared_documents_stand_on_each_of_their_ranks_in_one_order(step, capaci
     lengths, work, mesh = step
 
     labels = []
-    for candidate in dynamic_cp_candidates(lengths, work, mesh, capacity):
+    for candidate in chain.from_iterable(dynamic_cp_candidates(lengths, work, mesh, capacities(capacity))):
         check(candidate, lengths, mesh, is_even=True)
         labels.append(candidate.label)
 
@@ -380,7 +381,7 @@ def test_where_parameters_are_sharded_empty_micropacks_even_the_counts_out():
 def test_tuned_packs_hold_every_document(step, capacity):
     lengths, work, mesh = step
 
-    for candidate in packed_candidates(lengths, work[:, 0], mesh, capacity):
+    for candidate in chain.from_iterable(packed_candidates(lengths, work[:, 0], mesh, capacities(capacity))):
         check(candidate, lengths, mesh)
 
 
@@ -389,7 +390,7 @@ def test_tuned_packs_hold_every_document(step, capacity):
 def test_balanced_micro_batches_hold_every_document(step):
     lengths, work, mesh = step
 
-    for candidate in balanced_candidates(lengths, work[:, 0], mesh):
+    for candidate in chain.from_iterable(balanced_candidates(lengths, work[:, 0], mesh)):
         check(candidate, lengths, mesh)
         assert candidate.forward.counts.max() <= max(lengths.size, 1)
 
@@ -420,10 +421,13 @@ def test_tuning_finds_even_ranks_and_short_packs_where_packs_are_uneven():
     work = lengths.astype(np.float64) ** 2
     mesh = Mesh(dp=2)
 
-    labels = [candidate.label for candidate in packed_candidates(lengths, work, mesh, 8192)]
+    labels = [
+        candidate.label
+        for candidate in chain.from_iterable(packed_candidates(lengths, work, mesh, capacities(8192)))
+    ]
     heaviest = [
         np.bincount(candidate.first_ranks, weights=work).max()
-        for candidate in packed_candidates(lengths, work, mesh, 8192)
+        for candidate in chain.from_iterable(packed_candidates(lengths, work, mesh, capacities(8192)))
     ]
 
     assert heaviest[0] > 1.9 * min(heaviest)
@@ -460,7 +464,9 @@ def test_filling_by_workload_keeps_within_twice_the_even_share_of_tokens(step):
         return
     longest, share = int(lengths.max()), lengths.sum() / (4 * mesh.dp)
     work = lengths.astype(np.float64) ** 2
-    for candidate in balanced_candidates(lengths, work, mesh, counts=(4,), orders=("given",)):
+    for candidate in chain.from_iterable(
+        balanced_candidates(lengths, work, mesh, counts=(4,), orders=("given",))
+    ):
         if candidate.label.startswith("WLB"):
             tokens = np.bincount(candidate.forward.micropack_of_slice, weights=candidate.forward.stops)
             assert tokens.max() <= max(2 * share, longest)
@@ -470,7 +476,9 @@ def test_short_documents_spill_over_from_a_micro_batch_that_is_full_of_tokens():
     lengths = np.array([1000] * 3 + [10] * 1000, np.int32)
     work = lengths.astype(np.float64) ** 2  # all the short ones together are a tenth of a long one
 
-    candidate = next(balanced_candidates(lengths, work, Mesh(), counts=(4,), orders=("given",)))
+    candidate = next(
+        chain.from_iterable(balanced_candidates(lengths, work, Mesh(), counts=(4,), orders=("given",)))
+    )
 
     tokens = np.bincount(candidate.forward.micropack_of_slice, weights=candidate.forward.stops)
     assert candidate.label.startswith("WLB")

@@ -9,11 +9,11 @@ from tests.support.rarely import IS_SOAK
 
 import varlen as vl
 from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
-from varlen.plan.baselines.packed import packed, packed_candidates
+from varlen.plan.baselines.packed import capacities, packed, packed_candidates
 from varlen.plan.bound import lower_bound
 from varlen.plan.score import best_plan, score, unordered
 from varlen.simulate.api import simulate
-from varlen.simulate.dispatch import dispatch, loads_s, pipelines_of
+from varlen.simulate.dispatch import bound_s, dispatch, loads_s, pipelines_of
 from varlen.simulate.graph import durations, stage_costs
 
 COST = cost_of(recompute="none", mode="flops")
@@ -127,23 +127,52 @@ def test_the_slowest_dispatched_rank_takes_what_the_simulator_says(virtual_stage
         assert load == pytest.approx(max(chunks[stage :: mesh.pp].sum() for stage in range(mesh.pp)))
 
 
-@pytest.mark.parametrize("candidates_of", [packed_candidates, dynamic_cp_candidates])
-def test_candidates_that_are_left_out_were_slower(candidates_of):
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("families_of", [packed_candidates, dynamic_cp_candidates])
+def test_candidates_that_are_left_out_were_slower(families_of, splits):
     mesh = vl.Mesh(dp=4, pp=2, tp=8)
     for seed in range(5 if IS_SOAK else 2):
         lengths = np.exp(np.random.default_rng(seed).uniform(4, 10, 40)).astype(np.int32)
         # Seconds of attention alone are enough to make candidates differ.
         work = np.outer(lengths.astype(float) ** 2, [1, 1 / 2, 1 / 4])
-        given = work if candidates_of is dynamic_cp_candidates else work[:, 0]
-        candidates = list(candidates_of(lengths, given, mesh, int(lengths.max())))
-
-        found = best_plan(lambda _, c=candidates: iter(c), (0,), lengths, LLAMA_7B, mesh, "packed")
-
-        alone = [
-            best_plan(lambda _, c=candidate: iter([c]), (0,), lengths, LLAMA_7B, mesh, "packed")
-            for candidate in candidates
+        given = work if families_of is dynamic_cp_candidates else work[:, 0]
+        families = [
+            list(family) for family in families_of(lengths, given, mesh, capacities(int(lengths.max())))
         ]
-        seconds = [score(plan, LLAMA_7B) if plan else np.inf for plan in alone]
+
+        def best_of(families, limit_s=np.inf, lengths=lengths):
+            return best_plan(
+                lambda _: families, (0,), lengths, LLAMA_7B, mesh, "packed", splits=splits, limit_s=limit_s
+            )
+
+        found = best_of(families)
+        alone = [best_of([[candidate]]) for family in families for candidate in family]
+
         assert found is not None
-        assert len(candidates) > 5
-        assert score(found, LLAMA_7B) <= min(seconds) * (1 + 1e-3)
+        assert len(families) > 5
+        least_s = min(one[1] for one in alone if one)
+        assert found[1] <= least_s * (1 + 1e-3)
+        assert score(found[0], LLAMA_7B) == pytest.approx(found[1], rel=1e-3)
+        assert best_of(families, limit_s=found[1]) is None
+        if splits:
+            assert least_s < best_plan(lambda _, f=families: f, (0,), lengths, LLAMA_7B, mesh, "packed")[1]
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_no_order_of_micropacks_takes_less_than_their_bound(splits, virtual_stages):
+    mesh = vl.Mesh(dp=2, pp=4, tp=8, virtual_stages=virtual_stages)
+    lengths = np.exp(np.random.default_rng(0).uniform(4, 10, 60)).astype(np.int32)
+    slack = []
+    for family in packed_candidates(lengths, lengths.astype(float) ** 2, mesh, [int(lengths.max())]):
+        floors = []
+        for candidate in family:
+            plan = unordered(candidate, lengths, LLAMA_7B, mesh, "packed", splits=splits)
+            seconds = durations(plan, LLAMA_7B)
+            pipeline = pipelines_of(plan, stage_costs(LLAMA_7B, mesh, splits=splits), seconds)
+            made_s = max(dispatch(pipeline(rank)).makespan_s for rank in range(mesh.dp))
+            floors.append(bound_s(plan, seconds))
+            slack.append(made_s / floors[-1])
+        assert np.ptp(floors) <= 1e-9 * max(floors)
+    assert min(slack) >= 1 - 1e-9
+    assert min(slack) < 1.3

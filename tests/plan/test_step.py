@@ -20,9 +20,10 @@ from varlen.plan import api
 from varlen.plan.api import repairs
 from varlen.plan.bound import lower_bound
 from varlen.plan.check import check_plan
-from varlen.plan.micropack import _groupings, micropack
+from varlen.plan.micropack import _groupings, micropack, narrowed
 from varlen.plan.serialize import plan_to_bytes
 from varlen.simulate.graph import stage_costs
+from varlen.step_plan import spread
 
 
 @given(
@@ -242,10 +243,13 @@ def test_no_more_ranks_share_a_document_than_may_where_parameters_are_sharded():
 def test_more_recomputation_is_tried_only_for_plans_far_over_their_bound(monkeypatch, over, tried):
     lengths, mesh, cost, calls = np.array([5000, 900], np.int32), vl.Mesh(tp=4), cost_of(), []
     bound_s = lower_bound(lengths, cost, mesh, least_rows=vl.Search().least_rows).seconds
-    full = api._Planned(one_gpu_plan([2], [[(0, 0, 2)]]), is_full=True)
+    plan = vl.plan_step(lengths, cost=cost, mesh=mesh, method="sliced")
+    full = api._Planned(plan, over * bound_s, is_full=True)
     monkeypatch.setattr(api, "repairs", lambda *_: [cost] * 4)
-    monkeypatch.setattr(api, "_planned", lambda *_: calls.append(1) or (full if len(calls) == 1 else None))
-    monkeypatch.setattr(api, "score", lambda *_: over * bound_s)
+    monkeypatch.setattr(api, "_contained", lambda given, costs, best: best)
+    monkeypatch.setattr(
+        api, "_planned", lambda *_, **__: calls.append(1) or (full if len(calls) == 1 else None)
+    )
 
     vl.plan_step(lengths, cost=cost, mesh=mesh)
 
@@ -424,4 +428,66 @@ def test_a_document_that_some_plan_holds_is_never_left_out_unseen(kernels, kv_he
     enough = replace(cost.hardware, memory_bytes=1.0001 * min(peaks) / cost.memory_fraction)
     costs = stage_costs(cost.replace(hardware=enough), vl.Mesh())
 
-    assert list(_groupings(np.array([length], np.int32), costs, vl.Search()))
+    assert list(_groupings(np.array([length], np.int32), costs, vl.Search(), 8))
+
+
+CONTEXT = [(2, 2, 2), (1, 3, 4), (2, 4, 1)]
+
+
+@pytest.mark.parametrize(("dp", "pp", "cp"), CONTEXT)
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "parameters"])
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_ranks_that_share_all_documents_are_those_of_a_mesh_with_context_parallelism(
+    dp, pp, cp, sharding, virtual_stages
+):
+    lengths = np.append(long_tailed(60, 60_000), 0).astype(np.int32)
+    mesh, cost = (
+        vl.Mesh(dp=dp, pp=pp, cp=cp, tp=4, sharding=sharding, virtual_stages=virtual_stages),
+        cost_of(),
+    )
+
+    for method in ("sliced", "dynamic_cp"):
+        plan = vl.plan_step(lengths, cost=cost, mesh=mesh, method=method)
+        same = spread(plan, cp)
+
+        check_plan(same, cost)
+        assert same.mesh == replace(mesh, dp=dp * cp, cp=1)
+        assert same.num_ranks.tolist() == np.where(lengths > 0, plan.num_ranks * cp, 1).tolist()
+        before, after = (vl.simulate(each, cost.as_planned(each)) for each in (plan, same))
+        assert after.makespan_s == pytest.approx(before.makespan_s, rel=1e-12)
+        assert after.peaks_bytes == pytest.approx(np.repeat(before.peaks_bytes, cp, axis=0), rel=1e-12)
+
+
+STEPS: list[tuple[str, vl.Mesh, dict[str, Any]]] = [
+    ("a few documents of most work", vl.Mesh(dp=4, pp=4, tp=4), {}),
+    ("a few documents of most work", vl.Mesh(dp=8, pp=2, tp=4), {"exchange_overlap": 0.0}),
+    ("a few rows for each rank", vl.Mesh(dp=8, pp=4, tp=8), {}),
+    ("short documents", vl.Mesh(dp=8, tp=4), {}),
+    ("short documents", vl.Mesh(dp=2, pp=8, tp=4, sharding="parameters"), {}),
+    ("two long documents", vl.Mesh(dp=2, pp=2, cp=2, tp=4), {"exchange_overlap": 0.5}),
+]
+LENGTHS = {
+    "a few documents of most work": long_tailed(200, 150_000),
+    "a few rows for each rank": np.full(400, 300, np.int32),
+    "short documents": long_tailed(200, 8000),
+    "two long documents": np.array([60_000, 50_000, *[900] * 60], np.int32),
+}
+
+
+@pytest.mark.parametrize(("documents", "mesh", "settings"), mostly([STEPS[1], STEPS[2], STEPS[4]], STEPS))
+def test_the_planner_is_no_slower_than_what_it_contains_at_any_context_parallelism(documents, mesh, settings):
+    cost, lengths = cost_of(**settings), LENGTHS[documents]
+
+    def took_s(mesh, **given):
+        plan = vl.plan_step(lengths, cost=cost, mesh=mesh, **given)
+        return vl.simulate(plan, cost.as_planned(plan)).makespan_s
+
+    ours_s = took_s(mesh)
+    apart_s = [took_s(each, search=vl.Search(merges=False)) for each in narrowed(mesh, vl.Search())]
+    for number, each in enumerate(narrowed(mesh, vl.Search())):
+        assert ours_s <= took_s(each) * 1.001
+        assert ours_s <= took_s(each, method="dynamic_cp") * 1.001
+        for method in ("packed", "balanced", "sliced"):
+            peer_s = took_s(each, method=method, tuned=True)
+            assert ours_s <= peer_s * 1.001
+            assert apart_s[number] <= peer_s * 1.001

@@ -16,12 +16,12 @@ from varlen.plan import micropack as micropack_module
 from varlen.plan.api import _work
 from varlen.plan.assign import grouped, merged_sizes
 from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
-from varlen.plan.baselines.packed import balanced_candidates, micro_batch_counts
+from varlen.plan.baselines.packed import balanced_candidates, micro_batch_counts, usual_capacities
 from varlen.plan.check import check_plan
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
 from varlen.plan.local_search import StepSearch, padded, pipeline_of_block, work_of_block
 from varlen.plan.micropack import LEAST_GAIN, RECUTS, _compose_apart, micropack, recut
-from varlen.plan.score import best_plan, score
+from varlen.plan.score import best_plan
 from varlen.plan.serialize import plan_fingerprint
 from varlen.simulate.dispatch import dispatch
 
@@ -73,15 +73,17 @@ def test_the_way_to_share_that_a_quick_look_likes_best_is_not_always_the_best(mo
 
 def counted(lengths: Any, cost: vl.CostModel, mesh: vl.Mesh, method: Any) -> dict[int, float]:
     """Seconds of the best plan at each number of micro-batches, one for one, inf where none fits."""
-    work, longest = _work(lengths, cost, mesh), int(lengths.max())
+    work = _work(lengths, cost, mesh)
     found = {}
     for count in micro_batch_counts(lengths, mesh):
         if method == "balanced":
-            candidates = balanced_candidates(lengths, work[:, 0], mesh, counts=(count,))
+            families = balanced_candidates(lengths, work[:, 0], mesh, counts=(count,))
         else:
-            candidates = dynamic_cp_candidates(lengths, work, mesh, -(-longest // 128) * 128, counts=(count,))
-        plan = best_plan(lambda _, c=candidates: c, (0,), lengths, cost, mesh, method)
-        found[count] = score(plan, cost) if plan else float("inf")
+            families = dynamic_cp_candidates(
+                lengths, work, mesh, usual_capacities(lengths, mesh.dp), counts=(count,)
+            )
+        plan = best_plan(lambda _, f=families: f, (0,), lengths, cost, mesh, method, splits=True)
+        found[count] = plan[1] if plan else float("inf")
     return found
 
 

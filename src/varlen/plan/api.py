@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -20,18 +21,25 @@ from varlen.errors import LengthsError, PlanError, SettingError
 from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import check_fit
 from varlen.plan.baselines.dynamic_cp import MOST_STEPS, WAYS, Way, dynamic_cp_candidates
-from varlen.plan.baselines.packed import balanced_candidates, micro_batch_counts, packed, packed_candidates
-from varlen.plan.bound import lower_bound
+from varlen.plan.baselines.packed import (
+    balanced_candidates,
+    capacities,
+    micro_batch_counts,
+    packed,
+    packed_candidates,
+    rounded,
+    usual_capacities,
+)
+from varlen.plan.bound import least_possible, lower_bound
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
-from varlen.plan.micropack import FAR_OVER, SearchResult, micropack, thorough
+from varlen.plan.micropack import FAR_OVER, SearchResult, micropack, narrowed, thorough
 from varlen.plan.score import as_scheduled, best_plan, score
 from varlen.plan.search import Candidate, Search
-from varlen.step_plan import Mesh, PlanMethod, StepPlan
+from varlen.step_plan import Mesh, PlanMethod, StepPlan, spread
 from varlen.types import FloatArray, Int32Array
 
 SHARES = (0.25, 0.5, 1.0)
 """Shares of the layers that recompute fully, tried in turn if selective recomputation doesn't save enough memory."""
-_CAPACITY_MULTIPLE = 128
 _MANY_RANKS, _LEAST_TOKENS = 1024, 128  # more ranks need at least this many tokens on each GPU
 
 # Plans usually take about this multiple of their lower bound. More recomputation (or offloading, which seldom helps
@@ -69,7 +77,8 @@ def plan_step(
         cost: seconds and bytes; the plan uses at least its `recompute` and `offload`.
         mesh: the GPUs.
         method: see above.
-        capacity: most tokens of a pack ("packed", "dynamic_cp"); by default the longest document's.
+        capacity: most tokens of a pack ("packed") or of a rank's documents ("dynamic_cp"); by default the longest
+            document's, or whatever is best if that is tuned.
         tuned: see "packed"; all other methods are always tuned.
         search: what "micropack" may try, and whether any method may add recomputation and offloading.
 
@@ -105,38 +114,96 @@ def plan_step(
         near = get_close_matches(str(method), get_args(PlanMethod), n=1)
         must = f"did you mean {near[0]!r}? It must" if near else "it must"
         raise SettingError(f"method={method!r}; {must} be {in_words(get_args(PlanMethod))}")
-    limit = _capacity(checked, capacity)
+    sizes = _sizes(checked, mesh, capacity, is_tuned=tuned or method == "dynamic_cp")
     memory = cost.memory(mesh)
     if (memory.state_bytes >= memory.limit_bytes).any():
-        raise _refusal(checked, cost, mesh, method, limit, tuned, search)
-    best: _Planned | None = None
-    best_cost, least_s = cost, math.inf
-    for tried in repairs(cost, mesh) if search.repairs else [cost]:
-        typical = _TYPICAL if tried.offload == cost.offload else _TYPICAL_OFFLOADING
-        bound_s = lower_bound(checked, tried, mesh, least_rows=search.least_rows).seconds if best else 0.0
-        if bound_s * typical >= least_s:
-            break
-        planned = _planned(checked, tried, mesh, method, limit, tuned, search, least_s)
-        step_s = score(planned.plan, tried) if planned else math.inf
-        if planned and step_s < least_s:
-            is_enough = best is None and not (planned.is_full and search.closely)
-            best, best_cost, least_s = planned, tried, step_s
+        raise _refusal(_Given(checked, mesh, method, sizes, tuned, search), cost)
+    given = _Given(checked, mesh, method, sizes, tuned, search)
+    levels = list(repairs(cost, mesh)) if search.repairs else [cost]
+    best, level = _laddered(given, levels)
+    if best and best.result and search.closely:
+        bound_s = lower_bound(checked, levels[level], best.plan.mesh, least_rows=search.least_rows).seconds
+        if best.seconds > FAR_OVER * bound_s:
+            best = _faster(best, _searched(thorough(best.result), levels[level]))
+    if method == "micropack" and search.orders and (search.closely or best is None):
+        # Whatever needs more recomputation than the best plan is hardly faster.
+        best = _contained(given, levels[: level + 1] if best else levels[-1:], best)
+    if best is None:
+        raise _refusal(given, cost)
+    return replace(spread(best.plan, mesh.dp // best.plan.mesh.dp), method=method)
+
+
+class _Given(NamedTuple):
+    """What a plan is asked for, except for the cost model."""
+
+    lengths: Int32Array
+    mesh: Mesh
+    method: PlanMethod
+    sizes: Sequence[int]
+    """Capacities to try, as far as the method has one; of "packed" that isn't tuned, the first."""
+    tuned: bool
+    search: Search
+
+
+class _Planned(NamedTuple):
+    """A plan that fits into memory, on the mesh or one of `narrowed`."""
+
+    plan: StepPlan
+    seconds: float
+    is_full: bool
+    """Whether a plan with more memory might be faster."""
+    result: SearchResult | None = None
+    """The search, if it can be continued."""
+
+
+def _laddered(given: _Given, levels: Sequence[CostModel]) -> tuple[_Planned | None, int]:
+    """Return the best plan over all levels of recomputation, and its level."""
+    best, best_level = None, 0
+    for level, tried in enumerate(levels):
+        typical = _TYPICAL if tried.offload == levels[0].offload else _TYPICAL_OFFLOADING
+        bound_s, least_s, rows = 0.0, math.inf, given.search.least_rows
+        if best:
+            least_s = best.seconds
+            bound_s = lower_bound(given.lengths, tried, best.plan.mesh, least_rows=rows).seconds
+            if bound_s * typical >= least_s:
+                break
+        planned = _planned(given, tried, least_s, near=best.plan.mesh if best else None)
+        if planned and planned.seconds < least_s:
+            is_enough = best is None and not (planned.is_full and given.search.closely)
+            best, best_level = planned, level
             if is_enough:
                 break
         elif least_s < _MEMORY_LIMITED * bound_s:
             break
-    if best is None:
-        best = _whole(checked, tried, mesh, method, limit, search)
-        if best is None:
-            raise _refusal(checked, cost, mesh, method, limit, tuned, search)
-        return replace(best.plan, method=method)
-    bound_s = lower_bound(checked, best_cost, mesh, least_rows=search.least_rows).seconds
-    if best.result and search.closely and least_s > FAR_OVER * bound_s:
-        longer = _Planned(thorough(best.result).plan(), best.is_full)
-        best = _faster(best, longer, best_cost) or best
-        if method == "micropack" and longer.is_full and search.orders and not best.plan.num_merged:
-            best = _faster(best, _as_packs(checked, best_cost, mesh, limit), best_cost) or best
-    return best.plan
+    return best, best_level
+
+
+def _contained(given: _Given, costs: Sequence[CostModel], best: _Planned | None) -> _Planned | None:
+    """Return the best plan, or a faster one by a method that plans a part of what "micropack" may."""
+    for part, most_ranks in _parts(given):
+        for cost in costs:
+            limit_s, rows = best.seconds if best else math.inf, given.search.least_rows
+            if least_possible(given.lengths, cost, part.mesh, part.method, least_rows=rows) >= limit_s:
+                break
+            planned = _planned(part, cost, limit_s)
+            if planned and (best is None or planned.plan.num_ranks.max() <= most_ranks):
+                best = _faster(best, planned)
+    return best
+
+
+def _parts(given: _Given) -> Iterator[tuple[_Given, int]]:
+    """Yield the methods and meshes that are part of what "micropack" may plan, and the most ranks of a document."""
+    lengths, search = given.lengths, given.search
+    methods: list[PlanMethod] = ["sliced"] if search.slices else []
+    methods += ["packed", "balanced"]
+    shared: list[PlanMethod] = ["dynamic_cp"] if search.merges else []
+    for mesh in narrowed(given.mesh, search):
+        sizes, most_ranks = (
+            usual_capacities(lengths, mesh.dp),
+            search.most_merged_ranks * given.mesh.cp // mesh.cp,
+        )
+        for method in [*methods, *(shared if mesh == given.mesh else [])]:
+            yield _Given(lengths, mesh, method, sizes, True, replace(search, merges=False)), most_ranks
 
 
 def _checked(lengths: npt.ArrayLike, cost: CostModel) -> Int32Array:
@@ -159,15 +226,14 @@ def _check_ranks(lengths: Int32Array, mesh: Mesh) -> None:
         )
 
 
-def _capacity(lengths: Int32Array, capacity: int | None) -> int:
-    """Return the most tokens of a pack."""
-    longest = int(lengths.max())
+def _sizes(lengths: Int32Array, mesh: Mesh, capacity: int | None, *, is_tuned: bool) -> list[int]:
+    """Return the capacities to try."""
     if capacity is None:
-        return -(-longest // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
+        return usual_capacities(lengths, mesh.dp) if is_tuned else [rounded(int(lengths.max()))]
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
         raise SettingError(f"capacity={capacity!r}; it must be a whole number of at least 1")
-    check_fit([lengths], int(capacity), out=f"truncate or split them, or set capacity={longest}")
-    return int(capacity)
+    check_fit([lengths], int(capacity), out=f"truncate or split them, or set capacity={int(lengths.max())}")
+    return capacities(int(capacity))
 
 
 def repairs(cost: CostModel, mesh: Mesh) -> Iterator[CostModel]:
@@ -185,112 +251,70 @@ def repairs(cost: CostModel, mesh: Mesh) -> Iterator[CostModel]:
         yield replace(cost, recompute="full", recompute_share=1.0, offload="kv")
 
 
-class _Planned(NamedTuple):
-    """A plan that fits into memory."""
+def _planned(given: _Given, cost: CostModel, limit_s: float, near: Mesh | None = None) -> _Planned | None:
+    """Return the plan of one method; None if none fits, and perhaps if it takes `limit_s` or longer.
 
-    plan: StepPlan
-    is_full: bool
-    """Whether a plan with more memory might be faster."""
-    result: SearchResult | None = None
-    """The search, if it can be continued."""
-
-
-def _planned(
-    lengths: Int32Array,
-    cost: CostModel,
-    mesh: Mesh,
-    method: PlanMethod,
-    capacity: int,
-    tuned: bool,
-    search: Search,
-    incumbent_s: float = math.inf,
-) -> _Planned | None:
-    """Return the plan of one method; None if none fits, and perhaps if it is slower than the incumbent."""
+    `near` is as in `micropack`.
+    """
+    lengths, mesh, method, sizes, tuned, search = given
     if method == "sliced":
-        search = replace(search, grades=False, splits_backward=False, merges=False, asymmetric=False)
+        search = replace(search, grades=False, merges=False, asymmetric=False)
     if method in ("micropack", "sliced"):
-        result = micropack(lengths, cost, mesh, search, method=method, incumbent_s=incumbent_s)
-        best = _Planned(result.plan(), result.best.is_full, result) if result else None
-        # Parameters are gathered for each MicroPack, so fewer and larger ones (whole documents) may be faster.
-        if mesh.sharding == "parameters" and search.merges and search.orders and search.closely:
-            grouped = _dynamic_cp(lengths, cost, mesh, capacity, "micropack")
-            if grouped and grouped.plan.num_ranks.max() <= search.most_merged_ranks:
-                return _faster(best, grouped, cost)
-        return best
+        result = micropack(lengths, cost, mesh, search, method=method, incumbent_s=limit_s, near=near)
+        return _searched(result, cost) if result else None
     if method == "packed" and not tuned:
-        plan = as_scheduled(packed(lengths, mesh, capacity), lengths, cost, mesh, method)
-        return _Planned(plan, False) if score(plan, cost) < math.inf else None
-    if method == "dynamic_cp":
-        return _dynamic_cp(lengths, cost, mesh, capacity, method)
-    work = _work(lengths, cost, mesh)[:, 0]
-    counts: tuple[int, ...] = (0,)  # the number of packs follows from their capacity
-    if method == "balanced":
-        counts = micro_batch_counts(lengths, mesh)
-
-    def candidates_of(count: int) -> Iterator[Candidate]:
-        if method == "balanced":
-            return balanced_candidates(lengths, work, mesh, counts=(count,))
-        return packed_candidates(lengths, work, mesh, capacity)
-
-    fastest = best_plan(candidates_of, counts, lengths, cost, mesh, method)
-    return _Planned(fastest, True) if fastest else None
-
-
-def _dynamic_cp(
-    lengths: Int32Array,
-    cost: CostModel,
-    mesh: Mesh,
-    capacity: int,
-    method: PlanMethod,
-    counts: tuple[int, ...] | None = None,
-) -> _Planned | None:
-    """Plan whole documents, long ones on groups of ranks: both ways, each with its best number of micro-batches."""
-    best: _Planned | None = None
-    work = _work(lengths, cost, mesh)
-    counts = counts or micro_batch_counts(lengths, mesh, MOST_STEPS)
-    for way in WAYS:
-
-        def candidates_of(count: int, way: Way = way) -> Iterator[Candidate]:
-            return dynamic_cp_candidates(lengths, work, mesh, capacity, counts=(count,), ways=(way,))
-
-        plan = best_plan(candidates_of, counts, lengths, cost, mesh, method)
-        best = _faster(best, _Planned(plan, True) if plan else None, cost)
-    return best
-
-
-def _as_packs(lengths: Int32Array, cost: CostModel, mesh: Mesh, capacity: int) -> _Planned | None:
-    """Plan packs of whole documents in two orders, which may be fastest if memory holds hardly more than one pack."""
-    work = _work(lengths, cost, mesh)[:, 0]
-    plan = best_plan(
-        lambda _: packed_candidates(lengths, work, mesh, capacity, orders=("given", "long_first")),
-        (0,),
-        lengths,
-        cost,
-        mesh,
-        "micropack",
-    )
-    return _Planned(plan, True) if plan else None
-
-
-def _whole(
-    lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod, capacity: int, search: Search
-) -> _Planned | None:
-    """Plan whole documents, the fallback of "micropack" for steps that other methods can plan."""
-    if method != "micropack":
-        return None
-    if search.merges:
-        finest = _dynamic_cp(
-            lengths, cost, mesh, capacity, method, micro_batch_counts(lengths, mesh, MOST_STEPS)[-1:]
+        plan = as_scheduled(packed(lengths, mesh, sizes[0]), lengths, cost, mesh, method)
+        step_s = score(plan, cost)
+        return _Planned(plan, step_s, False) if step_s < math.inf else None
+    fastest = None
+    for families_of, counts in _whole(given, cost):
+        found = best_plan(
+            families_of,
+            counts,
+            lengths,
+            cost,
+            mesh,
+            method,
+            splits=search.splits_backward,
+            limit_s=min(limit_s, fastest[1] if fastest else math.inf),
         )
-        return finest and _dynamic_cp(lengths, cost, mesh, capacity, method)
-    return _planned(lengths, cost, mesh, "balanced", capacity, True, search)
+        fastest = found or fastest
+    return _Planned(*fastest, True) if fastest else None
 
 
-def _faster(first: _Planned | None, second: _Planned | None, cost: CostModel) -> _Planned | None:
+Families = Callable[[int], Iterator[Iterator[Candidate]]]
+
+
+def _whole(given: _Given, cost: CostModel) -> Iterator[tuple[Families, tuple[int, ...]]]:
+    """Yield candidates of whole documents by number of micro-batches, and the numbers to try."""
+    lengths, mesh, method, sizes = given[:4]
+    work = _work(lengths, cost, mesh)
+
+    def shared(count: int, way: Way) -> Iterator[Iterator[Candidate]]:
+        return dynamic_cp_candidates(lengths, work, mesh, sizes, counts=(count,), ways=(way,))
+
+    def balanced(count: int) -> Iterator[Iterator[Candidate]]:
+        return balanced_candidates(lengths, work[:, 0], mesh, counts=(count,))
+
+    if method == "dynamic_cp":
+        for way in WAYS:
+            yield partial(shared, way=way), micro_batch_counts(lengths, mesh, MOST_STEPS)
+    elif method == "balanced":
+        yield balanced, micro_batch_counts(lengths, mesh)
+    else:  # the number of packs follows from their capacity
+        yield lambda _: packed_candidates(lengths, work[:, 0], mesh, sizes), (0,)
+
+
+def _searched(result: SearchResult, cost: CostModel) -> _Planned:
+    plan = result.plan()
+    return _Planned(plan, score(plan, cost), result.best.is_full, result)
+
+
+def _faster(first: _Planned | None, second: _Planned | None) -> _Planned | None:
     """Return the faster of two plans, the first if they are equal."""
     if first is None or second is None:
         return first or second
-    return second if score(second.plan, cost) < score(first.plan, cost) else first
+    return second if second.seconds < first.seconds else first
 
 
 def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> FloatArray:
@@ -302,16 +326,9 @@ def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> FloatArray:
     )
 
 
-def _refusal(
-    lengths: Int32Array,
-    cost: CostModel,
-    mesh: Mesh,
-    method: PlanMethod,
-    capacity: int,
-    tuned: bool,
-    search: Search,
-) -> PlanError:
+def _refusal(given: _Given, cost: CostModel) -> PlanError:
     """Return the error that says why no plan fits into memory, and what would."""
+    lengths, mesh, method, _, _, search = given
     tried = list(repairs(cost, mesh)) if search.repairs else [cost]
     shares = method == "dynamic_cp" or (method == "micropack" and search.merges)
     most_ranks = 2 ** int(math.log2(mesh.dp)) if shares else 1
@@ -319,8 +336,9 @@ def _refusal(
     sparing = replace(search, grades=False, splits_backward=False, asymmetric=False, exact=False)
 
     def holds(some: Int32Array, on: Mesh) -> bool:
-        given = (some, tried[-1], on, method, capacity)
-        return bool(_planned(*given, tuned, sparing) or _whole(*given, sparing))
+        alone = given._replace(lengths=some, mesh=on, search=sparing)
+        others = [part for part, _ in _parts(alone)] if method == "micropack" else []
+        return any(_planned(each, tried[-1], math.inf) for each in [alone, *others])
 
     is_limited = not search.repairs and len(list(repairs(cost, mesh))) > 1
     return _explained(lengths, tried, mesh, holds, most_ranks, is_limited=is_limited)

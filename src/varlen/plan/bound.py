@@ -15,8 +15,8 @@ from varlen.cost.rates import (
     WEIGHT_HEAD,
     WEIGHT_LAYER,
 )
-from varlen.simulate.graph import StageCosts, priced, stage_costs
-from varlen.step_plan import Mesh
+from varlen.simulate.graph import StageCosts, durations_of_prices, priced, stage_costs
+from varlen.step_plan import Mesh, PlanMethod
 from varlen.types import FloatArray, Int32Array
 
 
@@ -66,6 +66,23 @@ def lower_bound(
         chain_s=min(chains),
         sync_s=float(costs.sync_s.min()),
     )
+
+
+def least_possible(
+    lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod, *, least_rows: int
+) -> float:
+    """Return a lower bound on the seconds of one method's plans: whole documents run through all stages and back."""
+    bound = lower_bound(lengths, cost, mesh, least_rows=least_rows if method == "sliced" else 1)
+    if method == "sliced":
+        return bound.seconds
+    costs = stage_costs(cost, mesh, splits=True)
+    most = mesh.dp.bit_length() if method == "dynamic_cp" else 1
+    ranks = 2 ** np.arange(most, dtype=np.int32)
+    longest = np.full(most, lengths.max(), np.int32)
+    prices = priced(costs, np.arange(most + 1, dtype=np.int32), np.stack([0 * longest, longest, ranks]))
+    seconds = durations_of_prices(costs, prices, prices)
+    chain_s = float((seconds.forward.sum(axis=0) + seconds.backward.sum(axis=0)).min())
+    return max(bound.seconds, chain_s + bound.sync_s)
 
 
 def _seconds(costs: StageCosts, lengths: Int32Array, num_ranks: Int32Array) -> FloatArray:

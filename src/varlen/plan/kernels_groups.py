@@ -274,3 +274,27 @@ def fill(
         num_batches += 1
         group_offsets[num_batches] = num_groups
     return num_batches
+
+
+@compiled
+def seat(turns: Int32, loads: Floats, levels: Int32, batches: Int32, dp: int, first_ranks: Int32) -> None:
+    """Give each group, in turn, the aligned neighbouring ranks that its micro-batch left free with the least work.
+
+    Of equal ones, the first. `loads` are the seconds of each of a group's ranks.
+    """
+    totals, taken, batch = np.zeros(dp), np.zeros(dp, np.bool_), -1
+    for turn in range(turns.size):
+        group = turns[turn]
+        if batches[group] != batch:
+            batch = batches[group]
+            taken[:] = False
+        width = 2 ** levels[group]
+        first, least = 0, np.inf
+        for begin in range(0, dp // width * width, width):
+            so_far = totals[begin : begin + width].max()
+            if so_far < least and not taken[begin : begin + width].any():
+                first, least = begin, so_far
+        first_ranks[group] = first
+        for rank in range(first, first + width):
+            taken[rank] = True
+            totals[rank] = least + loads[group]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from varlen.cost.model import CostModel
 from varlen.cost.rates import Rates
 from varlen.plan import kernels_compose
 from varlen.plan.assign import Groups, documents_of_ranks, grouped, merged_sizes
+from varlen.plan.bound import lower_bound
 from varlen.plan.compose import ROW_MULTIPLE, TYPICAL_ROWS, Composition, RankDocuments, seconds_of
 from varlen.plan.local_search import (
     Composed,
@@ -30,7 +32,7 @@ from varlen.plan.local_search import (
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import dispatch
 from varlen.simulate.graph import StageCosts, stage_costs
-from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan
+from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, copied
 from varlen.types import Int32Array, IntArray
 
 THRESHOLDS = (math.inf, 0.9, 0.5, 0.25)
@@ -50,9 +52,17 @@ _CLOSE_GAIN = 1.06  # a close search gains about this much: slower groupings are
 _THOROUGH_GROUPINGS = 2  # groupings that are searched thoroughly
 
 
+def narrowed(mesh: Mesh, search: Search) -> list[Mesh]:
+    """Return the mesh, and those on which 2, 4, … neighbouring data-parallel ranks share every document."""
+    most = min(mesh.dp & -mesh.dp, search.most_merged_ranks) if search.merges else 1
+    return [replace(mesh, dp=mesh.dp >> each, cp=mesh.cp << each) for each in range(most.bit_length())]
+
+
 class _Grouping(NamedTuple):
     """One way to share documents among ranks."""
 
+    mesh: Mesh
+    """The planned mesh, or one of more context parallelism and fewer data-parallel ranks."""
     groups: Groups
     documents: list[RankDocuments]
     """Of each rank."""
@@ -68,7 +78,6 @@ class SearchResult:
 
     lengths: Int32Array
     cost: CostModel
-    mesh: Mesh
     search: Search
     method: PlanMethod
     best: StepSearch
@@ -76,7 +85,7 @@ class SearchResult:
     """Groupings that were searched closely."""
 
     def plan(self) -> StepPlan:
-        """Return the best grouping as a plan."""
+        """Return the best grouping as a plan, of the mesh on which it was found."""
         best = self.best
         return step_plan(
             self.lengths,
@@ -85,7 +94,7 @@ class SearchResult:
             best.backward,
             best.codes,
             self.cost,
-            self.mesh,
+            best.costs.mesh,
             splits=best.costs.splits,
             method=self.method,
             answered_by=best.label,
@@ -100,26 +109,38 @@ def micropack(
     *,
     method: PlanMethod = "micropack",
     incumbent_s: float = math.inf,
+    near: Mesh | None = None,
 ) -> SearchResult | None:
-    """Plan a step by slices and MicroPacks: a quick search of all groupings, then a close one of the best."""
+    """Plan a step by slices and MicroPacks: a quick search of all groupings, then a close one of the best.
+
+    Of the `narrowed` meshes, only those are searched that are like `near` or one doubling away, if it is given.
+    """
     splits, close = search.splits_backward, list[StepSearch]()
-    costs = stage_costs(cost, mesh, splits=splits)
-    incumbent_s -= float(costs.sync_s.min())
-    groupings = list(_groupings(lengths, costs, search))
-    best = _best_of(_quick(groupings, costs, search), search, close, incumbent_s)
+    groupings, quick = list[_Grouping](), list[StepSearch]()
+    for narrow in narrowed(mesh, search):
+        if near and not near.dp <= 2 * narrow.dp <= 4 * near.dp:
+            continue
+        costs = stage_costs(cost, narrow, splits=splits)
+        sync_s = float(costs.sync_s.min())
+        least_s = min([step.makespan_s for step in quick], default=math.inf)
+        bound_s = lower_bound(lengths, cost, narrow, least_rows=search.least_rows).seconds if quick else 0.0
+        if bound_s >= min(incumbent_s, least_s + sync_s):
+            continue
+        own = list(_groupings(lengths, costs, search, search.most_merged_ranks * mesh.cp // narrow.cp))
+        quick += _quick(own, cost, search, splits=splits, incumbent_s=least_s)
+        groupings += own
+    incumbent_s -= sync_s
+    best = _best_of(quick, search, close, incumbent_s)
     if not best or search.closely:
-        best = _closely(groupings, cost, costs, search, close, incumbent_s, best)
+        best = _closely(groupings, cost, search, close, incumbent_s, best)
     if best is None:
         return None
-    return SearchResult(
-        lengths=lengths, cost=cost, mesh=mesh, search=search, method=method, best=best, close=close
-    )
+    return SearchResult(lengths=lengths, cost=cost, search=search, method=method, best=best, close=close)
 
 
 def _closely(
     groupings: list[_Grouping],
     cost: CostModel,
-    costs: StageCosts,
     search: Search,
     close: list[StepSearch],
     incumbent_s: float,
@@ -128,13 +149,15 @@ def _closely(
     """Try independent backward passes, and weight gradients within the backward pass."""
     if best and _can_compose_backward(cost, search):
         best = _with_own_backward(best, search)
-    plain = stage_costs(cost, costs.mesh)
-    if costs.splits and (best is None or (best.is_full and best.slowness > _SLOW)):
+    if search.splits_backward and (best is None or (best.is_full and best.slowness > _SLOW)):
         # Separate weight gradients hold memory for longer; without them, another grouping may be better.
-        best = _best_of(_quick(groupings, plain, search, best), search, close, incumbent_s, best)
-    elif costs.splits and best and best.is_full:
+        plain = _quick(
+            groupings, cost, search, splits=False, incumbent_s=best.makespan_s if best else math.inf
+        )
+        best = _best_of(plain, search, close, incumbent_s, best)
+    elif search.splits_backward and best and best.is_full:
         # A backward in one task can only be faster if memory is full.
-        step = _plain(best, plain, search)
+        step = _plain(best, stage_costs(cost, best.costs.mesh), search)
         if step.makespan_s < _CLOSE_GAIN * best.makespan_s:
             best = _better(step, best, search, Effort.CLOSE)
     return best
@@ -173,20 +196,14 @@ def _with_own_backward(step: StepSearch, search: Search) -> StepSearch:
 
 
 def _quick(
-    groupings: list[_Grouping], costs: StageCosts, search: Search, best: StepSearch | None = None
+    groupings: list[_Grouping], cost: CostModel, search: Search, *, splits: bool, incumbent_s: float
 ) -> list[StepSearch]:
     """Search groupings quickly, each until it is known whether it can beat the best."""
-    steps = [
-        StepSearch(
-            grouping.groups,
-            costs,
-            blocks(grouping.documents, grouping.groups, costs, search),
-            grouping.spares_memory,
-            grouping.composed,
-        )
-        for grouping in groupings
-    ]
-    incumbent_s = best.makespan_s if best else math.inf
+    steps = []
+    for mesh, groups, documents, spares_memory, composed in groupings:
+        costs = stage_costs(cost, mesh, splits=splits)
+        own = blocks(documents, groups, costs, search)
+        steps.append(StepSearch(groups, costs, own, spares_memory, composed))
     for step in steps:
         improve(step, search, incumbent_s, Effort.QUICK)
         incumbent_s = min(incumbent_s, step.makespan_s)
@@ -201,13 +218,16 @@ def _best_of(
     best: StepSearch | None = None,
 ) -> StepSearch | None:
     """Return the best grouping, or `best` if none is faster; adds those that are searched closely to `close`."""
-    most = len(close) + _CLOSE_GROUPINGS
+    seen = Counter[Mesh]()
     for step in sorted(steps, key=lambda step: step.makespan_s):
         if step.makespan_s > _CLOSE_GAIN * min(incumbent_s, best.makespan_s if best else math.inf):
             break
+        if seen[step.costs.mesh] == _CLOSE_GROUPINGS:
+            continue
+        seen[step.costs.mesh] += 1
         best = _better(step, best, search, Effort.CLOSE if search.closely else Effort.BRIEF)
         close += [step] if step.is_complete else []
-        if len(close) == most or (best and not search.closely):
+        if best and not search.closely:
             break
     return best
 
@@ -219,7 +239,9 @@ def _better(step: StepSearch, best: StepSearch | None, search: Search, effort: E
     return step if step.is_complete and step.makespan_s < incumbent_s else best
 
 
-def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterator[_Grouping]:
+def _groupings(
+    lengths: Int32Array, costs: StageCosts, search: Search, most_ranks: int
+) -> Iterator[_Grouping]:
     """Yield distinct groupings, except those in which a document by itself exceeds the memory."""
     seen = set()
     unshared = seconds_of(lengths, np.ones(lengths.size, np.int32), TYPICAL_ROWS, costs.rates)
@@ -239,7 +261,7 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
             costs.mesh.dp,
             costs.rates,
             threshold=threshold,
-            most_ranks=search.most_merged_ranks,
+            most_ranks=most_ranks,
             most_rows=most_rows,
             unshared=unshared,
         )
@@ -250,7 +272,7 @@ def _groupings(lengths: Int32Array, costs: StageCosts, search: Search) -> Iterat
             continue
         groups = grouped(lengths, sizes, costs.mesh.dp, costs.rates, is_exact=search.exact)
         documents = documents_of_ranks(groups, lengths, costs.mesh.dp)
-        yield _Grouping(groups, documents, bool((lengths > most_rows).any()), composed={})
+        yield _Grouping(costs.mesh, groups, documents, bool((lengths > most_rows).any()), composed={})
 
 
 def _compose_apart(step: StepSearch, search: Search) -> None:
@@ -349,7 +371,7 @@ def micropacks_of(compositions: Sequence[Composition], *, is_backward: bool) -> 
         table = composition.slices
         if is_backward:
             order = composition.backward_order
-            table = table[:, _moved(composition.slice_offsets, order)]
+            table = table[:, copied(composition.slice_offsets, order)[0]]
             each = each[order]
         sizes.append(each)
         slices.append(table)
@@ -362,14 +384,6 @@ def micropacks_of(compositions: Sequence[Composition], *, is_backward: bool) -> 
         starts=joined[0].copy(),
         stops=joined[1].copy(),
     )
-
-
-def _moved(offsets: Int32Array, order: IntArray) -> IntArray:
-    """Return the indices of slices, for MicroPacks in another order."""
-    sizes = np.diff(offsets)[order]
-    behind = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    moved: IntArray = np.repeat(offsets[:-1][order], sizes) + behind
-    return moved
 
 
 def _offsets(sizes: npt.NDArray[np.integer]) -> Int32Array:

@@ -12,45 +12,110 @@ import numpy.typing as npt
 from varlen.cost.model import CostModel
 from varlen.plan.search import Candidate
 from varlen.simulate.api import simulate
-from varlen.simulate.dispatch import Dispatched, dispatch, loads_s, pipelines_of
-from varlen.simulate.graph import durations, stage_costs
+from varlen.simulate.dispatch import Dispatched, bound_s, dispatch, loads_s, pipeline_of_all, pipelines_of
+from varlen.simulate.graph import Durations, StageCosts, durations, stage_costs
 from varlen.simulate.schedules import fixed_schedule
 from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
 from varlen.types import Int32Array
 
 ROUNDING = 1 + 1e-9
 _LEAST_COUNTS = 8  # numbers of micro-batches that are always tried: up to 12 a stage
+_WAITING = 1.1  # an order of the slowest rank's tasks is scored up to this multiple of the limit
+_USUAL = 6  # micro-batches per chunk of layers from which a search with a limit begins
+_USUAL_ROWS = 2048  # rows of a GPU in each of them, or more
+# With a limit, the search ends if the best count takes at least this multiple of it: the second where ranks have few
+# documents, among which a usual count may be far from the best.
+_FAR, _FAR_OF_FEW, _FEW = 1.1, 1.2, 1024
 _PATIENCE = 3  # after so many further numbers without a faster plan, the search ends
 
 
 def best_plan(
-    candidates_of: Callable[[int], Iterable[Candidate]],
+    families_of: Callable[[int], Iterable[Iterable[Candidate]]],
     counts: tuple[int, ...],
     lengths: Int32Array,
     cost: CostModel,
     mesh: Mesh,
     method: PlanMethod,
-) -> StepPlan | None:
-    """Return the fastest candidate that fits into memory, the first of equals; None if none fits.
+    *,
+    splits: bool = False,
+    limit_s: float = math.inf,
+) -> tuple[StepPlan, float] | None:
+    """Return the fastest candidate that fits into memory, the first of equals, and its seconds.
 
-    Candidates are dispatched, and the fastest is also tried with the fixed schedule. If ranks share documents, all of
-    them must run one order, so only the fixed schedule is tried. Candidates whose work takes longer than the
-    best plan are skipped.
+    Candidates of a family differ only in the order of their MicroPacks, so they have one lower bound. They are
+    dispatched, with separate weight gradients if `splits` and if those fit; the fastest is also tried without them,
+    and with the fixed schedule. Families that can't take less than `limit_s` or the best are skipped. With
+    a limit, only the counts around a usual one are tried, as far as they promise to be faster.
     """
-    best, least_s, without_gain = None, math.inf, 0
-    for number, count in enumerate(counts):
-        if number >= _LEAST_COUNTS and without_gain >= _PATIENCE:
+    fastest: Candidate | None = None
+    best: StepPlan | None = None
+    least_s, tried = limit_s, dict[int, float]()
+    rows = int(lengths.sum(dtype=np.int64)) / (mesh.dp * mesh.cp)
+    far = _FAR_OF_FEW if lengths.size * mesh.dp <= _FEW else _FAR
+    usual = min(_USUAL * mesh.num_chunks, rows / _USUAL_ROWS)
+    while (number := _next(tried, counts, usual, far * limit_s)) is not None:
+        tried[number] = math.inf
+        for family in families_of(counts[number]):
+            for candidate in family:
+                plan, step_s = _fastest(candidate, lengths, cost, mesh, method, splits, least_s, far)
+                tried[number] = min(tried[number], step_s)
+                if plan and step_s < least_s:
+                    fastest, best, least_s = candidate, plan, step_s
+                if step_s >= far * least_s:  # another order gains less
+                    break
+    if best is None or fastest is None:
+        return None
+    others = [_scheduled(unordered(fastest, lengths, cost, mesh, method))]
+    if best.splits_backward:
+        whole = _fastest(fastest, lengths, cost, mesh, method, False, least_s, far)[0]
+        others += [whole] if whole else []
+    for plan in others:
+        step_s = score(plan, cost)
+        if step_s < least_s:
+            best, least_s = plan, step_s
+    return best, least_s
+
+
+def _next(tried: dict[int, float], counts: tuple[int, ...], usual: float, limit_s: float) -> int | None:
+    """Return the index of the next count to try, given the seconds of those tried; None to end the search."""
+    if limit_s == math.inf:
+        number = len(tried)
+        best = min(tried, key=lambda each: tried[each], default=0)
+        is_over = number >= _LEAST_COUNTS and tried[best] < math.inf and number - best > _PATIENCE
+        return None if is_over or number == len(counts) else number
+    if not tried:
+        return min(range(len(counts)), key=lambda each: abs(counts[each] - usual))
+    best = min(tried, key=lambda each: tried[each])
+    if tried[best] >= limit_s:
+        return None
+    return next(
+        (each for each in (best + 1, best - 1) if 0 <= each < len(counts) and each not in tried), None
+    )
+
+
+def _fastest(
+    candidate: Candidate,
+    lengths: Int32Array,
+    cost: CostModel,
+    mesh: Mesh,
+    method: PlanMethod,
+    splits: bool,
+    limit_s: float,
+    far: float,
+) -> tuple[StepPlan | None, float]:
+    """Return the plan of a candidate and its seconds; None and more than the limit if its bound is above the limit.
+
+    It is dispatched up to `far` times the limit, which tells how far it is from it.
+    """
+    for is_split in (True, False) if splits else (False,):
+        plan = unordered(candidate, lengths, cost, mesh, method, splits=is_split)
+        seconds, costs = durations(plan, cost), stage_costs(cost, mesh, splits=is_split)
+        if bound_s(plan, seconds) + float(costs.sync_s.min()) >= limit_s:
             break
-        without_gain += best is not None
-        for candidate in candidates_of(count):
-            faster = _faster(unordered(candidate, lengths, cost, mesh, method), cost, least_s)
-            if faster:
-                best, least_s = faster
-                without_gain = 0
-    if best is None or best.num_merged or mesh.sharding == "parameters":
-        return best
-    plain = _scheduled(best)
-    return plain if score(plain, cost) < score(best, cost) else best
+        found = _ordered(plan, cost, costs, seconds, far * limit_s)
+        if found:
+            return found
+    return None, far * limit_s
 
 
 def as_scheduled(
@@ -67,7 +132,13 @@ def score(plan: StepPlan, cost: CostModel) -> float:
 
 
 def unordered(
-    candidate: Candidate, lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod
+    candidate: Candidate,
+    lengths: Int32Array,
+    cost: CostModel,
+    mesh: Mesh,
+    method: PlanMethod,
+    *,
+    splits: bool = False,
 ) -> StepPlan:
     """Return a candidate as a plan that has no tasks yet."""
     multiple = mesh.pp if mesh.virtual_stages > 1 else 1
@@ -80,7 +151,7 @@ def unordered(
         tasks=np.zeros(0, np.uint8),
         task_offsets=np.zeros(mesh.dp * mesh.pp + 1, np.int32),
         mesh=mesh,
-        splits_backward=candidate.splits_backward,
+        splits_backward=splits,
         method=method,
         recompute=cost.recompute,
         recompute_share=cost.recompute_share,
@@ -100,26 +171,32 @@ def _rounded(packs: MicroPacks, multiple: int) -> MicroPacks:
     )
 
 
-def _faster(plan: StepPlan, cost: CostModel, least_s: float) -> tuple[StepPlan, float] | None:
-    """Order the tasks of a plan; returns it with its seconds, or None if it takes `least_s` or longer."""
-    seconds, mesh = durations(plan, cost), plan.mesh
-    loads = loads_s(plan, seconds)
-    if loads.max() >= least_s * ROUNDING:
-        return None
+def _ordered(
+    plan: StepPlan, cost: CostModel, costs: StageCosts, seconds: Durations, limit_s: float
+) -> tuple[StepPlan, float] | None:
+    """Order the tasks of a plan; returns it with its seconds, or None if it takes `limit_s` or longer."""
+    mesh, sync_s = plan.mesh, float(costs.sync_s.max())
     if plan.num_merged or mesh.sharding == "parameters":
-        plan = _scheduled(plan)
+        order = dispatch(pipeline_of_all(plan, costs, seconds), limit_s=_WAITING * limit_s)
+        if order.makespan_s == math.inf or order.makespan_s > _WAITING * limit_s:
+            return None
+        plan = _with_tasks(
+            plan, [order.codes.ravel()] * mesh.dp, np.full(mesh.dp * mesh.pp, order.codes.shape[1])
+        )
         step_s = score(plan, cost)
-        return (plan, step_s) if step_s < least_s else None
-    pipeline = pipelines_of(plan, stage_costs(cost, mesh, splits=plan.splits_backward), seconds)
+        return (plan, step_s) if step_s < limit_s else None
+    pipeline = pipelines_of(plan, costs, seconds)
     by_rank: dict[int, Dispatched] = {}
-    for rank in np.argsort(-loads, kind="stable").tolist():  # the slowest first, to give up early
-        by_rank[rank] = dispatch(pipeline(rank), limit_s=least_s)
-        if by_rank[rank].makespan_s >= least_s:
+    for rank in np.argsort(
+        -loads_s(plan, seconds), kind="stable"
+    ).tolist():  # the slowest first, to give up early
+        by_rank[rank] = dispatch(pipeline(rank), limit_s=limit_s - sync_s)
+        if by_rank[rank].makespan_s + sync_s >= limit_s:
             return None
     orders = [by_rank[rank] for rank in range(mesh.dp)]
     sizes = np.repeat([order.codes.shape[1] for order in orders], mesh.pp)
     ordered = _with_tasks(plan, [order.codes.ravel() for order in orders], sizes)
-    return ordered, max(order.makespan_s for order in orders)
+    return ordered, max(order.makespan_s for order in orders) + sync_s
 
 
 def _scheduled(plan: StepPlan) -> StepPlan:

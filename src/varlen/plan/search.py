@@ -45,7 +45,7 @@ class Search:
     quick search that returns the first plan that fits, which `Planner` uses for steps that aren't planned yet."""
     least_rows: int = 2048
     """Least query rows of a slice; attention kernels are slow with fewer."""
-    most_merged_ranks: int = 8
+    most_merged_ranks: int = 64
     """Most ranks that share one document because of its work; if memory is short, as many share it as needed."""
     micropacks_per_stage: tuple[float, ...] | None = None
     """Numbers of MicroPacks of a rank to try, as multiples of the stages, rising. None: `SIZES`, as far as the rank's
@@ -88,7 +88,6 @@ class Candidate:
     """int32 `[num_documents]`: as in `StepPlan`."""
     num_ranks: Int32Array
     """int32 `[num_documents]`: as in `StepPlan`."""
-    splits_backward: bool = False
     label: str = ""
     """The settings that made it, for display: `"capacity 65,536, equal counts, long first"`."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
 from varlen import jit
 from varlen.plan import kernels_groups
-from varlen.plan.baselines.packed import Order, build, capacities, micro_batch_counts, ordered, work_of_packs
+from varlen.plan.baselines.packed import Order, build, micro_batch_counts, ordered, work_of_packs
 from varlen.plan.partition import partition
 from varlen.plan.search import Candidate
 from varlen.step_plan import Mesh
@@ -28,13 +28,13 @@ def dynamic_cp_candidates(
     lengths: Int32Array,
     work: FloatArray,
     mesh: Mesh,
-    capacity: int,
+    sizes: Sequence[int],
     *,
     counts: tuple[int, ...] | None = None,
     orders: tuple[Order, ...] = SHARED_ORDERS,
     ways: tuple[Way, ...] = WAYS,
-) -> Iterator[Candidate]:
-    """Yield both ways to share documents among ranks, for each number of micro-batches, in every order.
+) -> Iterator[Iterator[Candidate]]:
+    """Yield both ways to share documents among ranks, for each number of micro-batches, each in every order.
 
     - Megatron's: the fewest ranks, a power of two, that hold a document's rows share it; micro-batches are filled one
       after the other until they have 5 % more than their share of work.
@@ -47,29 +47,29 @@ def dynamic_cp_candidates(
     d.
     """
     seen: set[bytes] = set()
-    for label, group_of, levels, batches in _shared(lengths, work, mesh, capacity, counts, ways):
+    for label, group_of, levels, batches in _shared(lengths, work, mesh, sizes, counts, ways):
         key = b"|".join(array.tobytes() for array in (group_of, levels, batches))
         if key not in seen:
             seen.add(key)
-            yield from _candidates(lengths, work, mesh, group_of, levels, batches, label, orders)
+            yield _candidates(lengths, work, mesh, group_of, levels, batches, label, orders)
 
 
 def _shared(
     lengths: Int32Array,
     work: FloatArray,
     mesh: Mesh,
-    capacity: int,
+    sizes: Sequence[int],
     counts: tuple[int, ...] | None,
     ways: tuple[Way, ...],
 ) -> Iterator[tuple[str, Int32Array, Int32Array, Int32Array]]:
     """Yield a label, and the result of `by_need` or `by_speed`."""
     for count in micro_batch_counts(lengths, mesh, MOST_STEPS) if counts is None else counts:
-        for tried in capacities(capacity) if "Megatron" in ways else ():
+        for tried in sizes if "Megatron" in ways else ():
             label = f"Megatron, {count} micro-batches of {tried:,} tokens a rank"
             yield label, *by_need(lengths, work, mesh.dp, tried, count)
         for name, batch_of in divisions(lengths, work[:, 0], count) if "FlexSP" in ways else ():
             label = f"FlexSP, {count} micro-batches {name}"
-            yield label, *by_speed(lengths, work, mesh.dp, capacity, batch_of)
+            yield label, *by_speed(lengths, work, mesh.dp, max(sizes), batch_of)
 
 
 def by_need(
@@ -179,18 +179,8 @@ def seated(loads: FloatArray, levels: Int32Array, batches: Int32Array, dp: int) 
     `loads` are the seconds of each of a group's 2^level ranks; `batches`, the micro-batch of each group, rise.
     """
     first_ranks = np.zeros(levels.size, np.int32)
-    totals = np.zeros(dp)
-    begins = np.searchsorted(batches, np.arange(int(batches.max(initial=-1)) + 2))
-    for begin, end in zip(begins[:-1], begins[1:]):
-        taken = np.zeros(dp, np.bool_)
-        for group in begin + np.lexsort((-loads[begin:end], -levels[begin:end])):
-            width = 1 << int(levels[group])
-            whole = dp // width * width
-            so_far = np.where(taken[:whole], np.inf, totals[:whole]).reshape(-1, width).max(axis=1)
-            first = int(so_far.argmin()) * width
-            first_ranks[group] = first
-            taken[first : first + width] = True
-            totals[first : first + width] = so_far.min() + loads[group]
+    turns = np.lexsort((-loads, -levels, batches)).astype(np.int32)
+    kernels_groups.seat(turns, loads, levels, batches, dp, first_ranks)
     return first_ranks
 
 

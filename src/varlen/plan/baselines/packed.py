@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
 import numpy as np
@@ -77,12 +77,12 @@ def packed_candidates(
     lengths: Int32Array,
     work: FloatArray,
     mesh: Mesh,
-    capacity: int,
+    sizes: Sequence[int],
     *,
     orders: tuple[Order, ...] = ORDERS,
-) -> Iterator[Candidate]:
-    """Yield tuned packings: smaller capacities, ranks of even work, several orders."""
-    for tried in capacities(capacity):
+) -> Iterator[Iterator[Candidate]]:
+    """Yield tuned packings: several capacities and ranks of even work, each in several orders."""
+    for tried in sizes:
         pack_of, num_packs = packs_of(lengths, tried)
         pack_work = work_of_packs(work, pack_of, num_packs)
         seen: set[bytes] = set()
@@ -90,16 +90,24 @@ def packed_candidates(
             if ranks.tobytes() in seen:
                 continue
             seen.add(ranks.tobytes())
-            for order in orders:
-                yield build(
-                    lengths,
-                    pack_of,
-                    ranks,
-                    np.ones(num_packs, np.int32),
-                    ordered(pack_work, ranks, order),
-                    mesh=mesh,
-                    label=f"capacity {tried:,}, {name}, {order.replace('_', ' ')}",
-                )
+            yield _in_orders(lengths, pack_of, ranks, pack_work, mesh, f"capacity {tried:,}, {name}", orders)
+
+
+def _in_orders(
+    lengths: Int32Array,
+    pack_of: Int32Array,
+    ranks: Int32Array,
+    pack_work: FloatArray,
+    mesh: Mesh,
+    label: str,
+    orders: tuple[Order, ...],
+) -> Iterator[Candidate]:
+    """Yield packs that no ranks share, in each order."""
+    ones = np.ones(ranks.size, np.int32)
+    for order in orders:
+        turn = ordered(pack_work, ranks, order)
+        name = f"{label}, {order.replace('_', ' ')}"
+        yield build(lengths, pack_of, ranks, ones, turn, mesh=mesh, label=name)
 
 
 def packs_of(lengths: Int32Array, capacity: int) -> tuple[Int32Array, int]:
@@ -120,6 +128,22 @@ def capacities(capacity: int) -> list[int]:
     """Return a capacity and its halvings down to 1/32, as far as they are at least `LEAST_CAPACITY`."""
     smaller = (capacity >> halvings for halvings in (1, 2, 3, 4, 5))
     return [capacity, *(tried for tried in smaller if tried >= LEAST_CAPACITY)]
+
+
+def rounded(tokens: int) -> int:
+    """Return the next multiple of 128."""
+    return -(-tokens // 128) * 128
+
+
+def usual_capacities(lengths: Int32Array, dp: int) -> list[int]:
+    """Return powers of two from that which holds a rank's even share down, and the longest document's length.
+
+    At most 10 powers, of at least `LEAST_CAPACITY`.
+    """
+    longest = rounded(int(lengths.max()))
+    share = max(longest, int(lengths.sum(dtype=np.int64)) // dp, LEAST_CAPACITY)
+    powers = [1 << bits for bits in range((share - 1).bit_length(), LEAST_CAPACITY.bit_length() - 2, -1)][:10]
+    return sorted({longest, *powers}, reverse=True)
 
 
 def rank_choices(work: FloatArray, dp: int) -> Iterator[tuple[str, Int32Array]]:
@@ -166,8 +190,8 @@ def balanced_candidates(
     *,
     counts: tuple[int, ...] | None = None,
     orders: tuple[Order, ...] = BALANCED_ORDERS,
-) -> Iterator[Candidate]:
-    """Yield both ways to balance whole documents, for each number of micro-batches, in every order.
+) -> Iterator[Iterator[Candidate]]:
+    """Yield both ways to balance whole documents, for each number of micro-batches, each in every order.
 
     - WLB-LLM (Wang et al. 2025, "WLB-LLM: Workload-Balanced 4D Parallelism for Large Language Model Training",
       arXiv 2503.17924): all micro-batches of the step are filled at once, with documents from long to short.
@@ -180,16 +204,8 @@ def balanced_candidates(
             ("Karmarkar-Karp", *by_differencing(work, count, mesh.dp)),
         ):
             pack_work = work_of_packs(work, pack_of, ranks.size)
-            for order in orders:
-                yield build(
-                    lengths,
-                    pack_of,
-                    ranks,
-                    np.ones(ranks.size, np.int32),
-                    ordered(pack_work, ranks, order),
-                    mesh=mesh,
-                    label=f"{name}, {count} micro-batches a rank, {order.replace('_', ' ')}",
-                )
+            label = f"{name}, {count} micro-batches a rank"
+            yield _in_orders(lengths, pack_of, ranks, pack_work, mesh, label, orders)
 
 
 def micro_batch_counts(lengths: Int32Array, mesh: Mesh, steps: int = _MOST_STEPS) -> tuple[int, ...]:
