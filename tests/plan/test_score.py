@@ -167,7 +167,8 @@ def test_no_order_of_micropacks_takes_less_than_their_bound(splits, virtual_stag
     for family in packed_candidates(lengths, lengths.astype(float) ** 2, mesh, [int(lengths.max())]):
         floors = []
         for candidate in family:
-            plan = unordered(candidate, lengths, LLAMA_7B, mesh, "packed", splits=splits)
+            plan = unordered(candidate, lengths, LLAMA_7B, mesh, "packed")
+            plan = dataclasses.replace(plan, splits_backward=splits)
             seconds = durations(plan, LLAMA_7B)
             pipeline = pipelines_of(plan, stage_costs(LLAMA_7B, mesh, splits=splits), seconds)
             made_s = max(dispatch(pipeline(rank)).makespan_s for rank in range(mesh.dp))

@@ -45,6 +45,7 @@ _MANY_RANKS, _LEAST_TOKENS = 1024, 128  # more ranks need at least this many tok
 # Plans usually take about this multiple of their lower bound. More recomputation (or offloading, which seldom helps
 # much) is tried only if a plan of that quality would be faster than the best so far.
 _TYPICAL, _TYPICAL_OFFLOADING = 1.04, 1.13
+_MANY = 2**17  # documents times ranks from which fewer capacities are tried
 # Above this multiple of its bound, the best plan is limited by memory: if one level of recomputation doesn't help,
 # the next is tried.
 _MEMORY_LIMITED = 1.25
@@ -125,7 +126,7 @@ def plan_step(
         bound_s = lower_bound(checked, levels[level], best.plan.mesh, least_rows=search.least_rows).seconds
         if best.seconds > FAR_OVER * bound_s:
             best = _faster(best, _searched(thorough(best.result), levels[level]))
-    if method == "micropack" and search.orders and (search.closely or best is None):
+    if method == "micropack" and (best is None or (search.closely and search.contains)):
         # Whatever needs more recomputation than the best plan is hardly faster.
         best = _contained(given, levels[: level + 1] if best else levels[-1:], best)
     if best is None:
@@ -266,20 +267,12 @@ def _planned(given: _Given, cost: CostModel, limit_s: float, near: Mesh | None =
         plan = as_scheduled(packed(lengths, mesh, sizes[0]), lengths, cost, mesh, method)
         step_s = score(plan, cost)
         return _Planned(plan, step_s, False) if step_s < math.inf else None
-    fastest = None
+    best = None
     for families_of, counts in _whole(given, cost):
-        found = best_plan(
-            families_of,
-            counts,
-            lengths,
-            cost,
-            mesh,
-            method,
-            splits=search.splits_backward,
-            limit_s=min(limit_s, fastest[1] if fastest else math.inf),
-        )
-        fastest = found or fastest
-    return _Planned(*fastest, True) if fastest else None
+        asked = (families_of, counts, lengths, cost, mesh, method)
+        found = best_plan(*asked, splits=search.splits_backward, limit_s=limit_s)
+        best = _faster(best, _Planned(*found, True) if found else None)
+    return best
 
 
 Families = Callable[[int], Iterator[Iterator[Candidate]]]

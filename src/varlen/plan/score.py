@@ -13,14 +13,14 @@ from varlen.cost.model import CostModel
 from varlen.plan.search import Candidate
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import Dispatched, bound_s, dispatch, loads_s, pipeline_of_all, pipelines_of
-from varlen.simulate.graph import Durations, StageCosts, durations, stage_costs
+from varlen.simulate.graph import Durations, StageCosts, durations_of_prices, prices_of, stage_costs
 from varlen.simulate.schedules import fixed_schedule
 from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
 from varlen.types import Int32Array
 
 ROUNDING = 1 + 1e-9
 _LEAST_COUNTS = 8  # numbers of micro-batches that are always tried: up to 12 a stage
-_WAITING = 1.1  # an order of the slowest rank's tasks is scored up to this multiple of the limit
+_WAITING = 1.25  # an order of the slowest rank's tasks is scored up to this multiple of the limit
 _USUAL = 6  # micro-batches per chunk of layers from which a search with a limit begins
 _USUAL_ROWS = 2048  # rows of a GPU in each of them, or more
 # With a limit, the search ends if the best count takes at least this multiple of it: the second where ranks have few
@@ -107,14 +107,18 @@ def _fastest(
 
     It is dispatched up to `far` times the limit, which tells how far it is from it.
     """
+    plan = unordered(candidate, lengths, cost, mesh, method)
+    prices = prices_of(plan, plan.forward, stage_costs(cost, mesh))  # both passes have the same MicroPacks
     for is_split in (True, False) if splits else (False,):
-        plan = unordered(candidate, lengths, cost, mesh, method, splits=is_split)
-        seconds, costs = durations(plan, cost), stage_costs(cost, mesh, splits=is_split)
+        plan, costs = replace(plan, splits_backward=is_split), stage_costs(cost, mesh, splits=is_split)
+        seconds = durations_of_prices(costs, prices, prices)
         if bound_s(plan, seconds) + float(costs.sync_s.min()) >= limit_s:
             break
-        found = _ordered(plan, cost, costs, seconds, far * limit_s)
-        if found:
-            return found
+        ordered, step_s = _ordered(plan, cost, costs, seconds, far * limit_s)
+        if ordered or step_s < math.inf:
+            return ordered, step_s
+        if not is_split or not splits:
+            return None, math.inf
     return None, far * limit_s
 
 
@@ -137,8 +141,6 @@ def unordered(
     cost: CostModel,
     mesh: Mesh,
     method: PlanMethod,
-    *,
-    splits: bool = False,
 ) -> StepPlan:
     """Return a candidate as a plan that has no tasks yet."""
     multiple = mesh.pp if mesh.virtual_stages > 1 else 1
@@ -151,7 +153,6 @@ def unordered(
         tasks=np.zeros(0, np.uint8),
         task_offsets=np.zeros(mesh.dp * mesh.pp + 1, np.int32),
         mesh=mesh,
-        splits_backward=splits,
         method=method,
         recompute=cost.recompute,
         recompute_share=cost.recompute_share,
@@ -173,18 +174,18 @@ def _rounded(packs: MicroPacks, multiple: int) -> MicroPacks:
 
 def _ordered(
     plan: StepPlan, cost: CostModel, costs: StageCosts, seconds: Durations, limit_s: float
-) -> tuple[StepPlan, float] | None:
-    """Order the tasks of a plan; returns it with its seconds, or None if it takes `limit_s` or longer."""
+) -> tuple[StepPlan | None, float]:
+    """Order the tasks of a plan; returns it with its seconds, or None and the limit, or inf if memory is short."""
     mesh, sync_s = plan.mesh, float(costs.sync_s.max())
     if plan.num_merged or mesh.sharding == "parameters":
         order = dispatch(pipeline_of_all(plan, costs, seconds), limit_s=_WAITING * limit_s)
         if order.makespan_s == math.inf or order.makespan_s > _WAITING * limit_s:
-            return None
+            return None, math.inf if order.makespan_s == math.inf else limit_s
         plan = _with_tasks(
             plan, [order.codes.ravel()] * mesh.dp, np.full(mesh.dp * mesh.pp, order.codes.shape[1])
         )
         step_s = score(plan, cost)
-        return (plan, step_s) if step_s < limit_s else None
+        return (plan, step_s) if step_s < limit_s else (None, max(limit_s, step_s))
     pipeline = pipelines_of(plan, costs, seconds)
     by_rank: dict[int, Dispatched] = {}
     for rank in np.argsort(
@@ -192,7 +193,7 @@ def _ordered(
     ).tolist():  # the slowest first, to give up early
         by_rank[rank] = dispatch(pipeline(rank), limit_s=limit_s - sync_s)
         if by_rank[rank].makespan_s + sync_s >= limit_s:
-            return None
+            return None, math.inf if by_rank[rank].makespan_s == math.inf else limit_s
     orders = [by_rank[rank] for rank in range(mesh.dp)]
     sizes = np.repeat([order.codes.shape[1] for order in orders], mesh.pp)
     ordered = _with_tasks(plan, [order.codes.ravel() for order in orders], sizes)

@@ -73,6 +73,11 @@ class Search:
             )
 
     @property
+    def contains(self) -> bool:
+        """Whether other methods' plans are allowed, which have MicroPacks of their own sizes and orders."""
+        return self.grades and self.orders and self.micropacks_per_stage is None
+
+    @property
     def sizes(self) -> tuple[float, ...]:
         """`micropacks_per_stage`, or its default."""
         return SIZES if self.micropacks_per_stage is None else self.micropacks_per_stage

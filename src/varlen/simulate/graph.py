@@ -479,11 +479,12 @@ def durations(plan: StepPlan, cost: CostModel) -> Durations:
     """Price every task of a plan."""
     costs = stage_costs(cost, plan.mesh, splits=plan.splits_backward)
     with jit.sized(1e-4 * (len(plan.forward.starts) + len(plan.backward.starts))):
-        prices = [_priced(plan, micropacks, costs) for micropacks in (plan.forward, plan.backward)]
+        prices = [prices_of(plan, micropacks, costs) for micropacks in (plan.forward, plan.backward)]
     return durations_of_prices(costs, *prices)
 
 
-def _priced(plan: StepPlan, micropacks: MicroPacks, costs: StageCosts) -> FloatArray:
+def prices_of(plan: StepPlan, micropacks: MicroPacks, costs: StageCosts) -> FloatArray:
+    """Price MicroPacks of a plan, float64 `[num_micropacks, 7]`."""
     slices = np.stack([micropacks.starts, micropacks.stops, plan.num_ranks[micropacks.document_ids]])
     # A copy, since numba would compile the kernel again for read-only arrays.
     return priced(costs, micropacks.slice_offsets.copy(), slices)
