@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Final, Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -197,3 +197,49 @@ class StepPlan:
     def num_merged(self) -> int:
         """Documents that more than one data-parallel rank shares."""
         return int((self.num_ranks > 1).sum())
+
+
+def spread(plan: StepPlan) -> StepPlan:
+    """Return the plan of `dp * cp` data-parallel ranks that do what the GPUs of `plan` do; its mesh has cp=1.
+
+    The cp GPUs of a data-parallel rank become neighbouring ranks, which share all its documents and run its tasks.
+    Unless cp is a power of two, `check_plan` refuses such groups of ranks.
+
+    Cost: O(slices and tasks, times cp).
+    """
+    mesh, times = plan.mesh, plan.mesh.cp
+    if times == 1:
+        return plan
+    is_held = plan.first_ranks >= 0
+    counts = np.diff(plan.task_offsets).reshape(mesh.dp, mesh.pp)
+    return replace(
+        plan,
+        first_ranks=np.where(is_held, plan.first_ranks * times, -1).astype(np.int32),
+        num_ranks=np.where(is_held, plan.num_ranks * times, 1).astype(np.int32),
+        forward=_spread_packs(plan.forward, times),
+        backward=_spread_packs(plan.backward, times),
+        tasks=_repeated(plan.tasks, plan.task_offsets[:: mesh.pp], times),
+        task_offsets=_offsets(counts.repeat(times, axis=0).ravel()),
+        mesh=replace(mesh, dp=mesh.dp * times, cp=1),
+    )
+
+
+def _spread_packs(packs: MicroPacks, times: int) -> MicroPacks:
+    """Return MicroPacks of which each rank's are those of `times` neighbouring ranks."""
+    bounds = packs.slice_offsets[packs.rank_offsets]
+    return MicroPacks(
+        rank_offsets=_offsets(packs.counts.repeat(times)),
+        slice_offsets=_offsets(_repeated(np.diff(packs.slice_offsets), packs.rank_offsets, times)),
+        document_ids=_repeated(packs.document_ids, bounds, times),
+        starts=_repeated(packs.starts, bounds, times),
+        stops=_repeated(packs.stops, bounds, times),
+    )
+
+
+def _repeated(values: Any, offsets: Int32Array, times: int) -> Any:
+    """Return values of which each part `offsets[i]:offsets[i + 1]` stands `times` times, one behind the other."""
+    return np.concatenate([part for part in np.split(values, offsets[1:-1]) for _ in range(times)])
+
+
+def _offsets(counts: npt.NDArray[Any]) -> Int32Array:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from tests.distributed import sharded
 from tests.support import pipelines
 
+import varlen as vl
+
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 OUT = Path(sys.argv[2] if len(sys.argv) > 2 else ".")  # imported, as by doctest, it is no job
 WAYS = (("unit", "layers"), ("step", "layers"), ("unit", "parts"), ("unit", "root"))
@@ -34,6 +36,13 @@ SHARED = {2: (0, 1), 4: (1,)}
 """By the number of processes, the numbers of ways."""
 
 
+MESHES = {
+    2: (vl.Mesh(cp=2),),
+    4: (vl.Mesh(dp=2, cp=2), vl.Mesh(pp=2, cp=2)),
+}
+"""By the number of processes."""
+
+
 def write(found: Any, name: Any = RANK) -> None:
     part = OUT / f"{name}.part"
     part.write_text(json.dumps(found))
@@ -46,6 +55,8 @@ def plans(*paths: str) -> None:
         "random": [pipelines.run_random_plan(seed, RANK, WORLD) for seed in SEEDS],
         "sharded": [sharded.run_sharded(n, RANK, WORLD, *WAYS[n]) for n in HELD[WORLD]],
         "shared": [sharded.run_sharded(n, RANK, WORLD, *WAYS[n], shares=True) for n in SHARED[WORLD]],
+        "cp_sharded": [sharded.run_sharded(0, RANK, WORLD, *WAYS[0], cp=2)],
+        "meshes": [pipelines.run_mesh(n, mesh, RANK) for n, mesh in enumerate(MESHES[WORLD])],
         "half": [sharded.run_half(RANK, WORLD)],
         "masters": [sharded.run_masters(RANK, WORLD, *way) for way in sharded.MASTERS],
         "memory": [sharded.run_memory(RANK, WORLD, *way) for way in MEMORY[WORLD]],

@@ -73,6 +73,11 @@ def test_random_plans_train_what_one_process_trains(two, four):
     assert {(2, 1, 1), (1, 2, 1), (2, 2, 2), (1, 4, 1), (1, 4, 2)} <= meshes
 
 
+def test_meshes_whose_ranks_share_all_documents_train_what_one_process_trains(two, four):
+    assert_exact(both("meshes", two, four))
+    assert_exact(both("cp_sharded", two, four))
+
+
 def test_stages_add_up_to_the_names_of_the_whole_model(four):
     for every in zip(*(rank["random"] for rank in four)):
         names = {name for one in every for name in one["names"]}
@@ -181,7 +186,7 @@ def test_half_precision_goes_between_stages_and_gradients_stay_wide(two, four):
 
 def test_masters_train_as_those_of_one_process_whether_ranks_divide_them_or_not(two, four):
     for rank in (*two, *four):
-        for (sharding, dtype), one in zip(MASTERS, rank["masters"]):
+        for (sharding, dtype, _), one in zip(MASTERS, rank["masters"]):
             is_exact = dtype == torch.float64
             assert one["norms"] < (1e-9 if is_exact else 0.02)
             # In bfloat16, a gradient near 0 may have the other sign, and AdamW's step of 0.01 with it.
@@ -215,7 +220,8 @@ def test_ranks_that_mean_different_things_all_say_so(four):
                 )
         assert one["settings"].startswith(f"PlanError: {odd} has the settings ")
         assert "4 GPUs without a plan" in one["no plan"]
-        assert "(dp, pp, virtual_stages) = (2, 2, 1) and the engine's mesh is (1, 4, 1)" in one["mesh"]
+        assert "(2, 2, 1, 1, 1) and the engine's mesh is (1, 4, 1, 1, 1)" in one["mesh"]
+        assert "(2, 2, 1, 1, 1) and the engine's mesh is (1, 2, 2, 1, 1)" in one["no cp"]
         assert f"process {rank} of 4, and the engine was given rank {rank} of dp=4 x pp=2 = 8" in one["world"]
         assert "the engine is closed" in one["closed"]
         assert one["order"].startswith("DeadlockError: ")

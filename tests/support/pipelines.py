@@ -191,6 +191,13 @@ def run_plan(path: str, rank: int) -> dict[str, Any]:
         return {"counts": plan.forward.counts.tolist(), **compare(engine, small(0), plan, 0)}
 
 
+def run_mesh(seed: int, mesh: vl.Mesh, rank: int) -> dict[str, Any]:
+    """Train by a random plan of a given mesh, which shares documents among data-parallel ranks if it can."""
+    plan = runnable(plan_of(seed, mesh, shares=mesh.dp > 1))
+    with closing(vl.SliceEngine(small(seed), mesh=mesh, rank=rank, deadline_s=60)) as engine:
+        return compare(engine, small(seed), plan, seed, evened=True)
+
+
 def run_replicas(rank: int, world: int) -> dict[str, Any]:
     """Train replicas that DDP holds; its own sums would add gradients twice."""
     mesh = vl.Mesh(dp=world)
@@ -299,6 +306,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     tried("one rank", lambda engine: engine.step(batch, short if is_odd else plan))
     tried("no plan", lambda engine: engine.step(batch))
     tried("mesh", lambda engine: engine.step(batch, plan), mesh=vl.Mesh(pp=world))
+    tried("no cp", lambda engine: engine.step(batch, plan), mesh=vl.Mesh(pp=2, cp=world // 2))
     tried("world", lambda engine: None, mesh=vl.Mesh(dp=world, pp=2))
     tried("circle", lambda engine: engine.step(batch_of(circle := waits_in_a_circle()), circle), mesh=CHUNKED)
     tried("closed", lambda engine: (engine.close(), engine.step(batch, plan)))
@@ -320,7 +328,8 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 def replicas_of(mesh: vl.Mesh) -> DeviceMesh:
     """The processes that hold the same stage as this one."""
-    return init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
+    shape = (mesh.pp, mesh.dp * mesh.cp)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("pp", "replicas"))["replicas"]
 
 
 def shard(model: Any, mesh: vl.Mesh, **settings: Any) -> None:

@@ -133,7 +133,7 @@ class SliceEngine:
             kernels: what computes attention: PyTorch's dense kernels ("sdpa"), and on CUDA its variable-length one
                 ("varlen"), "flash_attn_3", "flash_attn", "flex", or the first of these that can.
             mesh: how the job's GPUs are arranged; None for this process alone, which runs plans of any mesh.
-            rank: of this process among all, `stage * dp + data-parallel rank`; needed with a mesh.
+            rank: of this process among all, `(stage * dp + data-parallel rank) * cp + cp rank`; needed with a mesh.
             deadline_s: longest wait for other processes in anything, a whole step's computing among it.
             gathered: where FSDP2 has sharded parameters: whether they are whole during each "unit" of work, or all
                 through the "step", which gathers them once and holds them all.
@@ -361,7 +361,7 @@ class SliceEngine:
         }
         prepared: StepInputs | VarlenError
         try:
-            where = (Mesh(), 0) if rank is None else (rank.coordinate.mesh, rank.coordinate.dp_rank)
+            where = (Mesh(), 0) if rank is None else (rank.coordinate.mesh, rank.coordinate.replica)
             prepared = self._prepared(batch, plan, *where, is_forward_only=is_forward_only)
         except VarlenError as error:
             if rank is None:
@@ -388,7 +388,7 @@ class SliceEngine:
         batch: PackedBatch,
         plan: StepPlan | None,
         mesh: Mesh,
-        dp_rank: int,
+        replica: int,
         *,
         is_forward_only: bool,
     ) -> StepInputs:
@@ -412,22 +412,24 @@ class SliceEngine:
                 f"plan={type(plan).__name__}; engine.step takes a StepPlan, as vl.plan_step makes it"
             )
         check_contents(plan)
-        check_runnable(plan, allows_shared=self._mesh_rank is not None)
+        if self._mesh_rank is None:
+            check_runnable(plan)
         if batch.plan is not None and plan is not batch.plan and batch.plan.mesh.dp > 1:
             raise PlanError(
                 "the batch holds the documents that batch.plan gives one rank, and engine.step got another plan; "
                 "leave the plan out"
             )
-        if plan is batch.plan and plan.mesh.dp != mesh.dp:
+        its, mine = ((of.dp, of.cp) for of in (plan.mesh, mesh))
+        if plan is batch.plan and its != mine:
             raise PlanError(
-                f"the batch holds the documents of one of dp={plan.mesh.dp:,} ranks, and the engine's mesh has dp="
-                f"{mesh.dp:,}; make the engine with the mesh of the plan"
+                f"the batch holds the documents of one rank of (dp, cp) = {its}, and the engine's mesh has {mine}; "
+                "make the engine with the mesh of the plan"
             )
         return step_inputs(
             batch,
             lengths,
             plan,
-            dp_rank,
+            replica,
             next(self.model.parameters()).device,
             self.weighting,
             vocabulary=self.model.config.get_text_config().vocab_size,

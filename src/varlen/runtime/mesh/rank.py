@@ -33,7 +33,7 @@ from varlen.runtime.mesh.consistency import agree, batch_fingerprint, fingerprin
 from varlen.runtime.mesh.failures import GRACE_S, Notes, WaitReporter, naming_the_missing, wait_until
 from varlen.runtime.mesh.fsdp import Shards, is_sharded, waiting_at_most
 from varlen.runtime.mesh.gradients import Reduction
-from varlen.runtime.mesh.process_groups import Groups, MeshCoordinate, coordinate_of, open_groups
+from varlen.runtime.mesh.process_groups import Groups, MeshCoordinate, coordinate_of, in_axes, open_groups
 from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, shared_documents
 from varlen.runtime.split import cut_to_stage, stage_dtype
 from varlen.runtime.stage_run import StageRunner
@@ -140,8 +140,8 @@ class MeshRank:
                     fingerprint_of((keeps_losses, gives_tokens, saved, self._gathered, is_forward_only)),
                 )
                 facts = dict(zip(_FACTS, found))
-                # Stages of one data-parallel rank have the same share.
-                distinct = {"batch": self.coordinate.mesh.dp} if prepared.is_share else {}
+                # All processes of one data-parallel rank have the same share.
+                distinct = {"batch": self._dp_ranks()} if prepared.is_share else {}
             with self._wait_reporter.waiting():
                 agree(groups.world, "step", facts, fault, name_of=self.coordinate.name_of, distinct=distinct)
             assert isinstance(prepared, StepInputs)
@@ -149,7 +149,7 @@ class MeshRank:
                 data = prepared.weighed(groups.replicas.sum)
             with waiting_at_most(self._timeout_s, model):
                 settings = {"keeps_losses": keeps_losses, "saved": saved, "is_forward_only": is_forward_only}
-                run = self._run(model, groups, data, prepared.plan, meter, masters, settings)
+                run = self._run(model, groups, data, prepared.spread, meter, masters, settings)
             with self._wait_reporter.waiting():
                 totals = self._total(groups, run, prepared)
                 if gives_tokens and self.coordinate.stage == self.coordinate.mesh.pp - 1:
@@ -159,14 +159,14 @@ class MeshRank:
     def masters_of(self, model: Any, weights: Mapping[str, torch.Tensor]) -> Masters:
         """Return float32 masters of the stage's parameters; all processes call it if its replicas divide them."""
         with self._ending():
-            groups, mesh = self._open(), self.coordinate.mesh
-            if mesh.sharding != "optimizer" or mesh.dp == 1:
+            groups, mesh, replicas = self._open(), self.coordinate.mesh, self.coordinate.num_replicas
+            if mesh.sharding != "optimizer" or replicas == 1:
                 return Masters(_trained(model), weights)
             with self._wait_reporter.waiting():
                 devices = init_device_mesh(
-                    groups.device.type, (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp")
+                    groups.device.type, (mesh.pp, replicas), mesh_dim_names=("pp", "replicas")
                 )
-            return Masters(_trained(model), weights, groups.replicas, devices["dp"])
+            return Masters(_trained(model), weights, groups.replicas, devices["replicas"])
 
     def publish(self, masters: Masters) -> None:
         """Write masters into the model; all processes do so at once."""
@@ -184,7 +184,7 @@ class MeshRank:
             if self._is_tied and self.coordinate.stage == self.coordinate.mesh.pp - 1:
                 head = model.get_output_embeddings().weight
                 counted = {name: p for name, p in parameters.items() if trained[name] is not head}
-            counts_whole = self.coordinate.dp_rank == 0
+            counts_whole = self.coordinate.replica == 0
             squares = gradients.squares(counted, groups.device, counts_whole=counts_whole)
             with self._wait_reporter.waiting():
                 norm = math.sqrt(float(groups.world.on_host(groups.world.gathered(squares)).sum()))
@@ -216,11 +216,11 @@ class MeshRank:
     def _fault_of(self, model: Any, plan: StepPlan) -> VarlenError | None:
         """Return why a plan can't run here; None if it can."""
         mine, its = self.coordinate.mesh, plan.mesh
-        shapes = [(m.dp, m.pp, m.virtual_stages) for m in (mine, its)]
+        shapes = [(m.dp, m.pp, m.cp, m.tp, m.virtual_stages) for m in (mine, its)]
         if shapes[0] != shapes[1]:
             return PlanError(
-                f"the plan is for (dp, pp, virtual_stages) = {shapes[1]} and the engine's mesh is {shapes[0]}; plan "
-                "the step for the engine's mesh"
+                f"the plan is for (dp, pp, cp, tp, virtual_stages) = {shapes[1]} and the engine's mesh is "
+                f"{shapes[0]}; plan the step for the engine's mesh"
             )
         if is_sharded(model) and self._gathered == "unit" and its.sharding != "parameters" and its.dp > 1:
             return PlanError(
@@ -231,7 +231,7 @@ class MeshRank:
             if plan.num_merged or its.sharding == "parameters":
                 check_tasks(plan)  # shared documents and sharding also make ranks wait for each other
             else:
-                check_order(plan, self.coordinate.dp_rank)
+                check_order(plan, self.coordinate.dp_rank)  # cp ranks run the same tasks in the same order
         except VarlenError as error:
             return error
         return None
@@ -272,7 +272,7 @@ class MeshRank:
                 )
                 runner = StageRunner(
                     plan,
-                    self.coordinate.dp_rank,
+                    self.coordinate.replica,
                     stage,
                     chunks,
                     channels,
@@ -308,7 +308,7 @@ class MeshRank:
 
     def _shared(self, groups: Groups, plan: StepPlan) -> dict[int, SharedDocument]:
         """Return the documents of a plan that this process shares with others of its stage."""
-        rank = self.coordinate.dp_rank
+        rank = self.coordinate.replica
         with self._wait_reporter.waiting():
             peers = peers_of(plan, rank, groups.peers, self._wait_reporter.waiting)
         return shared_documents(plan, rank, peers, groups.device)
@@ -341,6 +341,11 @@ class MeshRank:
         if masters is not None:
             masters.collect()
 
+    def _dp_ranks(self) -> list[int]:
+        """Return the data-parallel rank of each process."""
+        mesh = self.coordinate.mesh
+        return [MeshCoordinate(mesh=mesh, rank=rank).dp_rank for rank in range(mesh.num_gpus)]
+
     def _of_tokens(self, groups: Groups, run: StepRun, inputs: StepInputs) -> torch.Tensor:
         """Return the losses of all tokens of the documents held here, whichever replica computed them."""
         assert run.token_losses is not None
@@ -348,7 +353,7 @@ class MeshRank:
         if not inputs.is_share:
             groups.replicas.sum(losses)
             return losses
-        for document, shared in self._shared(groups, inputs.plan).items():
+        for document, shared in self._shared(groups, inputs.spread).items():
             rows = slice(*inputs.data.offsets[document : document + 2].tolist())
             losses[rows] = shared.peers.all_gather(losses[rows]).sum(0)
         return losses
@@ -432,8 +437,8 @@ def _engine_store(coordinate: MeshCoordinate) -> Any:
     if dist.get_world_size() != mesh.num_gpus or dist.get_rank() != coordinate.rank:
         raise SettingError(
             f"this is process {dist.get_rank()} of {dist.get_world_size():,}, and the engine was given rank "
-            f"{coordinate.rank} of dp={mesh.dp} x pp={mesh.pp} = {mesh.num_gpus:,}; start as many processes as the "
-            "mesh has GPUs, and give each its own rank"
+            f"{coordinate.rank} of {in_axes(mesh)} = {mesh.num_gpus:,}; start as many processes as the mesh has "
+            "GPUs, and give each its own rank"
         )
     from torch.distributed.distributed_c10d import _get_default_store
 
