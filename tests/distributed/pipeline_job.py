@@ -4,13 +4,16 @@ A job runs many plans, since starting processes takes longer than most steps.
 """
 
 import faulthandler
+import itertools
 import json
+import math
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,7 @@ SHARED = {2: (0, 1), 4: (1,)}
 
 MESHES = {
     2: (vl.Mesh(cp=2),),
-    4: (vl.Mesh(dp=2, cp=2), vl.Mesh(pp=2, cp=2)),
+    4: (vl.Mesh(dp=2, cp=2), vl.Mesh(pp=2, cp=2), vl.Mesh(dp=2, tp=2), vl.Mesh(pp=2, tp=2)),
 }
 """By the number of processes."""
 
@@ -63,6 +66,8 @@ def plans(*paths: str) -> None:
         "frozen": [sharded.run_frozen(RANK, WORLD)],
         "evaluating": [pipelines.run_evaluating(RANK, WORLD)],
     }
+    if WORLD == 2:
+        found["tp_refused"] = [pipelines.refusals_of_tp(RANK, WORLD)]
     found["parts"] = [pipelines.run_in_parts(RANK, WORLD)]
     if WORLD == 2:
         found["ddp"] = [pipelines.run_replicas(RANK, WORLD)]
@@ -79,6 +84,20 @@ def random_plans(first: str, last: str) -> None:
     """Random plans alone, of more documents."""
     seeds = range(int(first), int(last))
     write({"random": [pipelines.run_random_plan(seed, RANK, WORLD, most_documents=8) for seed in seeds]})
+
+
+def meshes(first: str, last: str) -> None:
+    """Random plans of all meshes of dp, pp, cp and tp of 1 or 2, and of chunks, by as many processes as here."""
+    sizes = [dict(zip(("dp", "pp", "cp", "tp"), each)) for each in itertools.product((1, 2), repeat=4)]
+    every = [vl.Mesh(**axes) for axes in sizes if math.prod(axes.values()) == WORLD]
+    every += [vl.Mesh(**asdict(mesh) | {"virtual_stages": 2}) for mesh in every if mesh.pp > 1]
+    seeds = range(int(first), int(last))
+    write({"meshes": [pipelines.run_mesh(seed, mesh, RANK) for seed in seeds for mesh in every]})
+
+
+def families(*names: str) -> None:
+    """Models of families, whose layers the processes divide."""
+    write({"families": [pipelines.run_family(name, RANK) for name in names]})
 
 
 def memory(ways: str) -> None:
@@ -163,7 +182,8 @@ def main() -> None:
         struck()
         return
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    {"plans": plans, "random": random_plans, "memory": memory}[sys.argv[1]](*sys.argv[3:])
+    jobs = {"plans": plans, "random": random_plans, "meshes": meshes, "families": families, "memory": memory}
+    jobs[sys.argv[1]](*sys.argv[3:])
     dist.destroy_process_group()
 
 

@@ -30,7 +30,7 @@ from varlen.runtime.main_grads import local
 from varlen.runtime.masters import Masters
 from varlen.runtime.mesh.fsdp import is_sharded
 from varlen.runtime.mesh.rank import MeshRank, Totals, totals_of_one
-from varlen.runtime.split import check_layers
+from varlen.runtime.split import check_layers, is_divided
 from varlen.runtime.stage_run import TaskRun
 from varlen.runtime.step import StepRun, check_runnable, run_stages
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
@@ -96,8 +96,8 @@ class SliceEngine:
     >>> optimizer.step(); optimizer.zero_grad()                          # doctest: +SKIP
 
     On several GPUs each process makes an engine with the mesh and its rank among all, which cuts the model in place
-    to the stage of that rank, and gives every step its share (`PackedLoader(plan=...)`), or the whole step's batch
-    and plan; gradients are summed over replicas.
+    to the stage of that rank and divides its layers among tp ranks, and gives every step its share
+    (`PackedLoader(plan=...)`), or the whole step's batch and plan; gradients are summed over replicas.
 
     >>> engine = vl.SliceEngine(model, mesh=vl.Mesh(dp=2, pp=2), rank=dist.get_rank())      # doctest: +SKIP
     >>> stats = engine.step(batch, plan)                                                    # doctest: +SKIP
@@ -133,7 +133,8 @@ class SliceEngine:
             kernels: what computes attention: PyTorch's dense kernels ("sdpa"), and on CUDA its variable-length one
                 ("varlen"), "flash_attn_3", "flash_attn", "flex", or the first of these that can.
             mesh: how the job's GPUs are arranged; None for this process alone, which runs plans of any mesh.
-            rank: of this process among all, `(stage * dp + data-parallel rank) * cp + cp rank`; needed with a mesh.
+            rank: of this process among all, `((stage * dp + dp rank) * cp + cp rank) * tp + tp rank`; needed with a
+                mesh.
             deadline_s: longest wait for other processes in anything, a whole step's computing among it.
             gathered: where FSDP2 has sharded parameters: whether they are whole during each "unit" of work, or all
                 through the "step", which gathers them once and holds them all.
@@ -481,6 +482,11 @@ def check_not_distributed(model: Any) -> None:
         held = f"DistributedDataParallel holds the model in {model.process_group.size():,} processes"
     elif isinstance(model, nn.Module) and is_sharded(model):
         held = "fully_shard has divided the model among processes"
+    elif is_divided(model):
+        raise SettingError(
+            "tensor parallelism has divided the model among processes, and the engine has no mesh, so it would "
+            "take a part of it for the whole; give the undivided model, mesh=vl.Mesh(tp=...) and rank=dist.get_rank()"
+        )
     else:
         return
     raise SettingError(

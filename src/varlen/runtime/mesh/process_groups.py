@@ -78,10 +78,6 @@ class MeshCoordinate:
 
 def coordinate_of(mesh: Mesh, rank: int) -> MeshCoordinate:
     """Return the coordinate of a global rank; raise if the engine can't run this mesh or rank."""
-    if mesh.tp > 1:
-        raise SettingError(
-            f"mesh with tp={mesh.tp}; the engine doesn't divide layers among GPUs, so it must be 1"
-        )
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < mesh.num_gpus:
         raise SettingError(f"rank={rank!r}; a mesh of {in_axes(mesh)} has the ranks 0 to {mesh.num_gpus - 1}")
     return MeshCoordinate(mesh=mesh, rank=rank)
@@ -190,7 +186,8 @@ class Groups:
     timeout_s: float
     settle: Callable[[torch.device], None]
     world: Group  # all processes
-    replicas: Group  # this stage's, one per pipeline
+    replicas: Group  # those that hold the same parameters
+    tensor: Group  # those that divide the layers of this stage and replica
     ends: Group | None  # first and last stage of this pipeline; None elsewhere
     channels: dict[tuple[int, int], Group] = field(default_factory=dict)
     """This stage's channels, by pass and receiving chunk; each group is a pair of stages."""
@@ -209,7 +206,7 @@ class Groups:
 
     def close(self) -> None:
         """Leave all groups; the waiting operations of other processes fail."""
-        groups = [self.world, self.replicas, *self.channels.values(), *self.shared.values()]
+        groups = [self.world, self.replicas, self.tensor, *self.channels.values(), *self.shared.values()]
         for group in [*groups, *([self.ends] if self.ends is not None else [])]:
             group.close()
 
@@ -232,6 +229,7 @@ def open_groups(
     mesh, rank = coordinate.mesh, coordinate.rank
     given = (rank, device, timeout_s, settle)
     replicas = [coordinate.at(replica=replica) for replica in range(coordinate.num_replicas)]
+    tensor = [coordinate.at(tp_rank=tp_rank) for tp_rank in range(mesh.tp)]
     pipeline = [coordinate.at(stage=stage) for stage in range(mesh.pp)]
     ends = (pipeline[0], pipeline[-1])
     has_ends = mesh.pp > 1 and rank in ends
@@ -243,6 +241,7 @@ def open_groups(
         settle=settle,
         world=Group(store, "world", range(mesh.num_gpus), *given),
         replicas=Group(store, f"replicas {replicas[0]}", replicas, *given),
+        tensor=Group(store, f"tensor {tensor[0]}", tensor, *given),
         ends=Group(store, f"ends {ends[0]}", ends, *given) if has_ends else None,
     )
     for chunk in range(1, mesh.num_chunks):
@@ -252,7 +251,7 @@ def open_groups(
                 name = f"channel {kind} {receiver} {pipeline[0]}"
                 groups.channels[kind, receiver] = Group(store, name, sorted(pair), *given)
     first = torch.zeros(1, device=device)
-    for group in (groups.replicas, groups.ends, groups.world):
+    for group in (groups.replicas, groups.tensor, groups.ends, groups.world):
         if group is not None:
             group.sum(first)
     for (_, receiver), group in groups.channels.items():
