@@ -199,7 +199,7 @@ class StepPlan:
         return int((self.num_ranks > 1).sum())
 
 
-def spread(plan: StepPlan, ranks: int) -> StepPlan:
+def spread(plan: StepPlan, ranks: int | None = None) -> StepPlan:
     """Return the same plan on a mesh with `ranks` times as many data-parallel ranks, and as many fewer of cp.
 
     The GPUs that shared every document because of cp share it as neighbouring data-parallel ranks: they hold the same
@@ -207,11 +207,14 @@ def spread(plan: StepPlan, ranks: int) -> StepPlan:
 
     Args:
         plan: of a mesh whose cp is a multiple of `ranks`.
-        ranks: a power of two, as numbers of ranks that share a document are.
+        ranks: a power of two, or `check_plan` refuses the groups of ranks; by default all of cp.
+
+    Cost: O(slices and tasks, times `ranks`).
     """
+    mesh = plan.mesh
+    ranks = mesh.cp if ranks is None else ranks
     if ranks == 1:
         return plan
-    mesh = plan.mesh
     copies = np.repeat(np.arange(mesh.dp), ranks)
     stages = (mesh.pp * copies[:, np.newaxis] + np.arange(mesh.pp)).ravel()
     tasks, task_offsets = copied(plan.task_offsets, stages)

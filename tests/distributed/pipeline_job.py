@@ -4,13 +4,16 @@ A job runs many plans, since starting processes takes longer than most steps.
 """
 
 import faulthandler
+import itertools
 import json
+import math
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ import torch
 import torch.distributed as dist
 from tests.distributed import sharded
 from tests.support import pipelines
+
+import varlen as vl
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 OUT = Path(sys.argv[2] if len(sys.argv) > 2 else ".")  # imported, as by doctest, it is no job
@@ -34,6 +39,13 @@ SHARED = {2: (0, 1), 4: (1,)}
 """By the number of processes, the numbers of ways."""
 
 
+MESHES = {
+    2: (vl.Mesh(cp=2),),
+    4: (vl.Mesh(dp=2, cp=2), vl.Mesh(pp=2, cp=2), vl.Mesh(dp=2, tp=2), vl.Mesh(pp=2, tp=2)),
+}
+"""By the number of processes."""
+
+
 def write(found: Any, name: Any = RANK) -> None:
     part = OUT / f"{name}.part"
     part.write_text(json.dumps(found))
@@ -46,12 +58,16 @@ def plans(*paths: str) -> None:
         "random": [pipelines.run_random_plan(seed, RANK, WORLD) for seed in SEEDS],
         "sharded": [sharded.run_sharded(n, RANK, WORLD, *WAYS[n]) for n in HELD[WORLD]],
         "shared": [sharded.run_sharded(n, RANK, WORLD, *WAYS[n], shares=True) for n in SHARED[WORLD]],
+        "cp_sharded": [sharded.run_sharded(0, RANK, WORLD, *WAYS[0], cp=2)],
+        "meshes": [pipelines.run_mesh(n, mesh, RANK) for n, mesh in enumerate(MESHES[WORLD])],
         "half": [sharded.run_half(RANK, WORLD)],
         "masters": [sharded.run_masters(RANK, WORLD, *way) for way in sharded.MASTERS],
         "memory": [sharded.run_memory(RANK, WORLD, *way) for way in MEMORY[WORLD]],
         "frozen": [sharded.run_frozen(RANK, WORLD)],
         "evaluating": [pipelines.run_evaluating(RANK, WORLD)],
     }
+    if WORLD == 2:
+        found["tp_refused"] = [pipelines.refusals_of_tp(RANK, WORLD)]
     found["parts"] = [pipelines.run_in_parts(RANK, WORLD)]
     if WORLD == 2:
         found["ddp"] = [pipelines.run_replicas(RANK, WORLD)]
@@ -68,6 +84,20 @@ def random_plans(first: str, last: str) -> None:
     """Random plans alone, of more documents."""
     seeds = range(int(first), int(last))
     write({"random": [pipelines.run_random_plan(seed, RANK, WORLD, most_documents=8) for seed in seeds]})
+
+
+def meshes(first: str, last: str) -> None:
+    """Random plans of all meshes of dp, pp, cp and tp of 1 or 2, and of chunks, by as many processes as here."""
+    sizes = [dict(zip(("dp", "pp", "cp", "tp"), each)) for each in itertools.product((1, 2), repeat=4)]
+    every = [vl.Mesh(**axes) for axes in sizes if math.prod(axes.values()) == WORLD]
+    every += [vl.Mesh(**asdict(mesh) | {"virtual_stages": 2}) for mesh in every if mesh.pp > 1]
+    seeds = range(int(first), int(last))
+    write({"meshes": [pipelines.run_mesh(seed, mesh, RANK) for seed in seeds for mesh in every]})
+
+
+def families(*names: str) -> None:
+    """Models of families, whose layers the processes divide."""
+    write({"families": [pipelines.run_family(name, RANK) for name in names]})
 
 
 def memory(ways: str) -> None:
@@ -152,7 +182,8 @@ def main() -> None:
         struck()
         return
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    {"plans": plans, "random": random_plans, "memory": memory}[sys.argv[1]](*sys.argv[3:])
+    jobs = {"plans": plans, "random": random_plans, "meshes": meshes, "families": families, "memory": memory}
+    jobs[sys.argv[1]](*sys.argv[3:])
     dist.destroy_process_group()
 
 

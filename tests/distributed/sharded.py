@@ -24,10 +24,10 @@ from varlen.runtime.split import Elsewhere, cut_to_stage
 
 def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
     """How many of a stage's sharded layers are whole before a task, after each of its calls, and after it."""
-    coordinate = coordinate_of(mesh, stage * mesh.dp)
+    coordinate = coordinate_of(mesh, stage * mesh.dp * mesh.cp)
     numbers = [n for n, layer in enumerate(model.model.layers) if not isinstance(layer, Elsewhere)]
     layers = [model.model.layers[n] for n in numbers]
-    replicas: Any = type("Replicas", (), {"size": coordinate.mesh.dp, "device": torch.device("cpu")})()
+    replicas: Any = type("Replicas", (), {"size": coordinate.num_replicas, "device": torch.device("cpu")})()
     before = model.config._attn_implementation
     shards = Shards(model, DecoderParts.of(model), replicas, gathered)
     model.set_attn_implementation(before)
@@ -47,10 +47,11 @@ def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -
 
 
 def run_sharded(
-    seed: int, rank: int, world: int, gathered: Any, wraps: str, *, shares: bool = False
+    seed: int, rank: int, world: int, gathered: Any, wraps: str, *, shares: bool = False, cp: int = 1
 ) -> dict[str, Any]:
     """Train by a random plan where FSDP2 has divided parameters among replicas, which may share documents."""
-    mesh = vl.Mesh(dp=2, pp=world // 2, sharding="parameters" if gathered == "unit" else "none")
+    sharding: Any = "parameters" if gathered == "unit" else "none"
+    mesh = vl.Mesh(dp=2 // cp, cp=cp, pp=world // 2, sharding=sharding)
     plan = runnable(plan_of(seed, mesh, shares=shares, most_documents=8 if shares else 4))
     model = small(seed)
     cut_to_stage(model, mesh, rank // 2)
@@ -186,12 +187,17 @@ def run_memory(
     return {"said": said.tolist(), "found": stats.peaks_bytes.tolist()}
 
 
-MASTERS = [("optimizer", torch.float64), ("none", torch.float64), ("optimizer", torch.bfloat16)]
+MASTERS = [
+    ("optimizer", torch.float64, 1),
+    ("optimizer", torch.float64, 2),
+    ("none", torch.float64, 1),
+    ("optimizer", torch.bfloat16, 1),
+]
 
 
-def run_masters(rank: int, world: int, sharding: Any, dtype: torch.dtype) -> dict[str, float]:
+def run_masters(rank: int, world: int, sharding: Any, dtype: torch.dtype, cp: int) -> dict[str, float]:
     """Train the masters of a stage, divided among its replicas or not, and those of one process beside them."""
-    mesh = vl.Mesh(dp=2, pp=world // 2, sharding=sharding)
+    mesh = vl.Mesh(dp=2 // cp, cp=cp, pp=world // 2, sharding=sharding)
     model, whole = (tiny("llama", dtype, num_hidden_layers=4, tie_word_embeddings=True) for _ in range(2))
     with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60)) as engine:
         engines = (engine, vl.SliceEngine(whole, 8))

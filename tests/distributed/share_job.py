@@ -57,8 +57,10 @@ def plan_by_dice(mesh: vl.Mesh, step: int, lengths: Any) -> StepPlan:
 
 def meshes(world: int) -> list[vl.Mesh]:
     """Of as many GPUs as there are processes."""
-    stages = [vl.Mesh(dp=2, pp=world // 2)] if world > 2 else []
-    return [*stages, *([vl.Mesh(dp=world)] if IS_SOAK or not stages else [])]
+    if world == 2:
+        return [vl.Mesh(dp=2)]
+    others = [vl.Mesh(dp=2, pp=world // 2), vl.Mesh(dp=world)] if IS_SOAK else []
+    return [vl.Mesh(dp=2, cp=world // 2), *others]
 
 
 def trained(mesh: vl.Mesh, rank: int, store: str, weighting: str, worker: Any) -> dict[str, float]:

@@ -13,6 +13,7 @@ from tests.support.pipelines import DISTANCES, JOB, LIBRARIES, planned
 from tests.support.ranks import as_ranks
 
 import varlen as vl
+from varlen.runtime.decoder import SLICED
 
 LENGTHS = [60, 3, 17, 9, 30, 8, 2, 44]
 WHOLE_PLANS: list[tuple[dict[str, Any], list[int]]] = [
@@ -71,6 +72,59 @@ def test_random_plans_train_what_one_process_trains(two, four):
     assert_exact(found)
     meshes = {tuple(one["mesh"]) for one in found}
     assert {(2, 1, 1), (1, 2, 1), (2, 2, 2), (1, 4, 1), (1, 4, 2)} <= meshes
+
+
+def test_meshes_of_cp_and_tp_train_what_one_process_trains(two, four):
+    assert_exact(both("meshes", two, four))
+    assert_exact(both("cp_sharded", two, four))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_meshes_train_what_one_process_trains(tmp_path, ranks):
+    as_ranks(JOB, "meshes", tmp_path, 0, 8, ranks=ranks, libraries=LIBRARIES)
+
+    for rank in range(ranks):
+        assert_exact(json.loads((tmp_path / f"{rank}.json").read_text())["meshes"])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["gpt_oss", "apertus"],  # experts; an activation that learns
+        pytest.param(
+            [*SLICED, "llama tied", "gemma2 tied", "gpt_oss tied", "phi tied"], marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_families_that_two_processes_divide_train_what_one_process_trains(tmp_path, names):
+    as_ranks(JOB, "families", tmp_path, *names, ranks=2, libraries=LIBRARIES)
+
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())["families"]
+        assert_exact(found)
+        assert [one["family"] for one in found] == names
+        # transformers has no plan for layers of these, or none for the expert that all tokens share.
+        whole = ("gpt_oss", "hunyuan", "persimmon", "qwen2_moe")
+        shares = {one["family"]: one["share"] for one in found}
+        much = [n for n, share in shares.items() if share > (0.99 if n.startswith(whole) else 0.75)]
+        assert not much, shares
+
+
+def test_a_model_that_is_divided_otherwise_than_the_mesh_says_is_refused(two):
+    words = {
+        "theirs": "is divided among 2 processes, not by the engine; give it the undivided model and the mesh",
+        "theirs, other mesh": "is divided among 2 processes, not by the engine",
+        "alone": "tensor parallelism has divided the model among processes, and the engine has no mesh",
+        "plan": r"(1, 1, 2, 1, 1) and the engine's mesh is (1, 1, 1, 2, 1)",
+        "ours, other mesh": "is divided among the ranks [0, 1], and the mesh of this engine has tp=1",
+        "heads": "tp=2 doesn't divide the 4 query heads and 1 key heads of this llama model; tp may be 1",
+        "fully_shard": "fully_shard has divided the model, and the mesh has tp above 1",
+        "adapter": "model.layers.1.mlp.up_proj is a Sequential",
+    }
+    for said in both("tp_refused", two):
+        assert said.keys() == words.keys()
+        assert {name: said[name] for name in said if words[name] not in said[name]} == {}
 
 
 def test_stages_add_up_to_the_names_of_the_whole_model(four):
@@ -181,7 +235,7 @@ def test_half_precision_goes_between_stages_and_gradients_stay_wide(two, four):
 
 def test_masters_train_as_those_of_one_process_whether_ranks_divide_them_or_not(two, four):
     for rank in (*two, *four):
-        for (sharding, dtype), one in zip(MASTERS, rank["masters"]):
+        for (sharding, dtype, _), one in zip(MASTERS, rank["masters"]):
             is_exact = dtype == torch.float64
             assert one["norms"] < (1e-9 if is_exact else 0.02)
             # In bfloat16, a gradient near 0 may have the other sign, and AdamW's step of 0.01 with it.
@@ -215,7 +269,8 @@ def test_ranks_that_mean_different_things_all_say_so(four):
                 )
         assert one["settings"].startswith(f"PlanError: {odd} has the settings ")
         assert "4 GPUs without a plan" in one["no plan"]
-        assert "(dp, pp, virtual_stages) = (2, 2, 1) and the engine's mesh is (1, 4, 1)" in one["mesh"]
+        assert "(2, 2, 1, 1, 1) and the engine's mesh is (1, 4, 1, 1, 1)" in one["mesh"]
+        assert "(2, 2, 1, 1, 1) and the engine's mesh is (1, 2, 2, 1, 1)" in one["no cp"]
         assert f"process {rank} of 4, and the engine was given rank {rank} of dp=4 x pp=2 = 8" in one["world"]
         assert "the engine is closed" in one["closed"]
         assert one["order"].startswith("DeadlockError: ")

@@ -312,6 +312,7 @@ def planned_together(store, hardware, planned_alone, tmp_path_factory):
     rewound(planned_alone, 2, folder / "chunks from alone")
     runs = {
         "stages": planned_table(store, folder / "stages", priced(hardware, **STAGES), **DEEP),
+        "cp": planned_table(store, folder / "cp", priced(hardware, cp=2, quick="micropack"), **DEEP),
         "halves": planned_table(
             store, folder / "halves", priced(hardware, **STAGES), **DEEP | {"run__steps": 2}
         ),
@@ -330,7 +331,7 @@ def planned_together(store, hardware, planned_alone, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("how", ["stages", "chunks from alone", "fsdp", *mostly([], ["ddp"])])
+@pytest.mark.parametrize("how", ["stages", "cp", "chunks from alone", "fsdp", *mostly([], ["ddp"])])
 def test_two_processes_train_what_one_trains(planned_alone, planned_together, how):
     near(planned_alone, planned_together / how)
 

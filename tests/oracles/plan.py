@@ -21,7 +21,7 @@ from tests.oracles.plan_compose import (  # noqa: F401
     task_seconds,
     to_cut,
 )
-from tests.oracles.plan_groups import fill, least_work, share  # noqa: F401
+from tests.oracles.plan_groups import fill, least_work, seat, share  # noqa: F401
 
 Int32 = NDArray[np.int32]
 Weights = NDArray[Any]

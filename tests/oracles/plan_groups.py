@@ -246,22 +246,28 @@ def _write(groups: list[Group], first: int, group_of: Int32, levels: Int32) -> N
         levels[number] = group.level
 
 
-def seated(loads: Floats, levels: Int32, batches: Int32, dp: int) -> Int32:
-    """Return the first rank of each group: the aligned neighbours with the least work so far.
+def seat(turns: Int32, loads: Floats, levels: Int32, batches: Int32, dp: int, first_ranks: Int32) -> None:
+    """Give each group, in turn, the aligned neighbouring ranks that its micro-batch left free with the least work.
 
-    `loads` are the seconds of each of a group's 2^level ranks; `batches`, the micro-batch of each group, rise.
+    Args:
+        turns: int32 `[num_groups]`: the groups, micro-batch by micro-batch, wide ones first.
+        loads: float64 `[num_groups]`: seconds of each of a group's ranks.
+        levels: int32 `[num_groups]`: a group has 2^level ranks.
+        batches: int32 `[num_groups]`: the micro-batch of each.
+        dp: ranks in all.
+        first_ranks: int32 `[num_groups]`, written.
     """
-    first_ranks = np.zeros(levels.size, np.int32)
-    totals = np.zeros(dp)
-    begins = np.searchsorted(batches, np.arange(int(batches.max(initial=-1)) + 2))
-    for begin, end in zip(begins[:-1], begins[1:]):
-        taken = np.zeros(dp, np.bool_)
-        for group in begin + np.lexsort((-loads[begin:end], -levels[begin:end])):
-            width = 1 << int(levels[group])
-            whole = dp // width * width
-            so_far = np.where(taken[:whole], np.inf, totals[:whole]).reshape(-1, width).max(axis=1)
-            first = int(so_far.argmin()) * width
-            first_ranks[group] = first
-            taken[first : first + width] = True
-            totals[first : first + width] = so_far.min() + loads[group]
-    return first_ranks
+    totals = [0.0] * dp
+    taken: set[tuple[int, int]] = set()
+    for group in turns.tolist():
+        batch, width = int(batches[group]), 2 ** int(levels[group])
+        free = [
+            (max(totals[first : first + width]), first)
+            for first in range(0, dp // width * width, width)
+            if not any((batch, rank) in taken for rank in range(first, first + width))
+        ]
+        least, first = min(free)
+        first_ranks[group] = first
+        for rank in range(first, first + width):
+            taken.add((batch, rank))
+            totals[rank] = least + loads[group]

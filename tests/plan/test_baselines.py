@@ -175,6 +175,25 @@ def test_groups_are_seated_on_the_ranks_with_the_least_work_so_far():
     assert seated(loads, levels, batches, 4).tolist() == [0, 3, 2, 2]
 
 
+@given(st.integers(1, 12), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_each_group_is_seated_as_the_oracle_says(dp, num_batches, random):
+    groups = []
+    for batch in range(num_batches):
+        left = dp
+        while left and random.random() < 0.8:
+            level = random.randrange(left.bit_length())
+            groups.append((batch, level, float(random.randrange(5))))
+            left -= 2**level
+    batches, levels, loads = (np.array([group[column] for group in groups]) for column in range(3))
+    batches, levels = batches.astype(np.int32), levels.astype(np.int32)
+    turns = np.lexsort((-loads, -levels, batches)).astype(np.int32)
+    expected = np.zeros(len(groups), np.int32)
+
+    reference_groups.seat(turns, loads, levels, batches, dp, expected)
+
+    assert seated(loads, levels, batches, dp).tolist() == expected.tolist()
+
+
 def test_what_a_rank_cannot_hold_is_never_left_to_fewer_ranks():
     lengths = np.full(3, 3000, np.int32)  # four ranks each: two side by side on eight, and one alone
     work = np.repeat(lengths.astype(np.float64)[:, None], 4, axis=1) / 2.0 ** np.arange(4)

@@ -34,6 +34,7 @@ from varlen.step_plan import (
     Recompute,
     Sharding,
     StepPlan,
+    spread,
 )
 
 ARRAYS = ["lengths", "first_ranks", "num_ranks", "tasks", "task_offsets"] + [
@@ -402,3 +403,45 @@ def test_rates_are_interpolated_as_by_numpy(at, grid, seed):
     np.testing.assert_allclose(
         _interpolated(where, points, values), np.interp(where, points, values), rtol=1e-12
     )
+
+
+def as_lists(packs: MicroPacks) -> list[list[list[tuple[int, int, int]]]]:
+    """The slices of each MicroPack of each rank."""
+    slices = list(zip(packs.document_ids.tolist(), packs.starts.tolist(), packs.stops.tolist()))
+    every = [slices[a:b] for a, b in zip(packs.slice_offsets.tolist(), packs.slice_offsets.tolist()[1:])]
+    return [every[a:b] for a, b in zip(packs.rank_offsets.tolist(), packs.rank_offsets.tolist()[1:])]
+
+
+@settings(max_examples=40 * (1 + 9 * IS_SOAK))
+@given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 4]))
+def test_a_plan_with_cp_is_one_whose_neighbouring_ranks_share_every_document(seed, cp):
+    given = random_plan(seed)
+    mesh = replace(given.mesh, cp=cp)
+    plan = replace(given, mesh=mesh)
+
+    found = spread(plan)
+
+    assert found.mesh == replace(mesh, dp=mesh.dp * cp, cp=1)
+    for of in ("forward", "backward"):
+        wanted = [packs for packs in as_lists(getattr(plan, of)) for _ in range(cp)]
+        assert as_lists(getattr(found, of)) == wanted
+    tasks = np.split(plan.tasks, plan.task_offsets[1:-1])
+    for rank in range(found.mesh.dp):
+        mine = found.documents_of(rank)
+        assert (mine == plan.documents_of(rank // cp)).all()
+        for stage in range(mesh.pp):
+            a, b = found.task_offsets[rank * mesh.pp + stage :][:2]
+            assert found.tasks[a:b].tolist() == tasks[rank // cp * mesh.pp + stage].tolist()
+    if cp != 3:
+        check_plan(found)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_plan_with_cp_takes_the_time_of_the_plan_whose_ranks_share_every_document(cp):
+    cost = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"))
+    lengths = [9000, 300, 20000, 4000, 1200, 700]
+    plan = vl.plan_step(lengths, cost=cost, mesh=Mesh(dp=2, pp=2, cp=cp), method="sliced")
+
+    ours, other = (simulate(one, cost) for one in (plan, spread(plan)))
+
+    assert other.makespan_s == pytest.approx(ours.makespan_s, rel=1e-12)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.runtime.tiny_families import Wide
-from tests.runtime.tiny_families import family as family_of
 from tests.support.distances import assert_same
 from tests.support.rarely import examples
 from tests.support.sliced import SIZES, take_gradients, tiny, tokens_of, uncut
 from tests.support.sliced import one_gpu_plan as plan_of_slices
+from tests.support.tiny_families import Wide
+from tests.support.tiny_families import family as family_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

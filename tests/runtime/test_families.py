@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from tests.runtime.tiny_families import SETTINGS, Wide, family
 from tests.support.distances import largest
 from tests.support.rarely import examples
 from tests.support.sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, uncut
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from tests.support.tiny_families import SETTINGS, Wide, family
 
 import varlen as vl
 from varlen.attention.rules import LayerRules
@@ -30,35 +28,6 @@ from varlen.step_plan import StepPlan
 
 RECURRENT = [name for name, family in FAMILIES.items() if family.is_recurrent]
 OWN_ATTENTION = [name for name, family in FAMILIES.items() if family.has_own_attention]
-
-
-def by_scores(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention as papers write it, with transformers' own mask: windows and causality are the model's word."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + attention_mask[..., : scores.shape[-1]]
-    if s_aux is not None:
-        sinks = s_aux.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sinks], -1)
-    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
-
-
-AttentionInterface.register("by_scores", by_scores)
-AttentionMaskInterface.register("by_scores", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 def off(model: Any, lengths: list[int], plan: Any) -> float:

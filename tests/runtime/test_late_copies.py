@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.tiny_families import Wide
 from tests.support.distances import EXACT, furthest
 from tests.support.sliced import one_gpu_plan, take_gradients, tiny, tokens_of, uncut
+from tests.support.tiny_families import Wide
 
 from varlen.runtime import chunk
 from varlen.runtime.kv_cache import HostLink

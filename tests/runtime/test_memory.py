@@ -18,12 +18,12 @@ from benchmarks.plan.accuracy import TARGET_BYTES, predicted_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.runtime.side_by_side import PATIENCE_S, Table, ThreadPeers, in_threads, plan_of
-from tests.runtime.tiny_families import EXPERTS
 from tests.support.distances import assert_same
 from tests.support.rarely import mostly
 from tests.support.sliced import Slice, take_gradients, tiny, tokens_of, uncut, with_gradients
 from tests.support.sliced import one_gpu_plan as plan_of_slices
 from tests.support.step_plans import equal_plan, zero_bubble
+from tests.support.tiny_families import EXPERTS
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import varlen as vl

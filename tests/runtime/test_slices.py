@@ -9,7 +9,6 @@ import torch
 from benchmarks.plan.accuracy import LENGTHS, TARGET_BYTES, cases, predicted_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.runtime.tiny_families import EXPERTS
 from tests.support.distances import assert_same
 from tests.support.rarely import examples
 from tests.support.sliced import (
@@ -22,6 +21,7 @@ from tests.support.sliced import (
     uncut,
     with_gradients,
 )
+from tests.support.tiny_families import EXPERTS
 
 import varlen as vl
 from varlen.cost.shape import ModelShape

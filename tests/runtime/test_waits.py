@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.runtime.tiny_families import family
 from tests.support.sliced import one_gpu_plan
+from tests.support.tiny_families import family
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

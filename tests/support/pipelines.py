@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,15 +16,19 @@ import torch
 from tests.support.distances import EXACT, Distances, furthest, whole_of
 from tests.support.random_plans import random_plan
 from tests.support.sliced import SIZES, tiny, uncut
+from tests.support.tiny_families import Wide, family
 from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import varlen as vl
 from varlen.errors import SettingError, VarlenError
 from varlen.plan.check import check_contents, check_plan
+from varlen.runtime.main_grads import local
 from varlen.runtime.mesh.process_groups import coordinate_of, open_groups
 from varlen.runtime.split import Elsewhere, cut_to_stage
 from varlen.runtime.step import check_order, layers_of
@@ -77,8 +81,10 @@ def runnable(plan: StepPlan) -> StepPlan:
     return replace(plan, **columns, **passes)
 
 
-def alone(model: Any, batch: vl.PackedBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    return uncut(model, tokens_of(batch), batch.document_lengths.tolist())
+def alone(
+    model: Any, batch: vl.PackedBatch, attention: str = "sdpa"
+) -> tuple[float, dict[str, torch.Tensor]]:
+    return uncut(model, tokens_of(batch), batch.document_lengths.tolist(), attention)
 
 
 def tokens_of(batch: vl.PackedBatch) -> torch.Tensor:
@@ -109,7 +115,14 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 
 def compare(
-    engine: vl.SliceEngine, whole: Any, plan: StepPlan, seed: int, steps: int = 2, *, evened: bool = False
+    engine: vl.SliceEngine,
+    whole: Any,
+    plan: StepPlan,
+    seed: int,
+    steps: int = 2,
+    *,
+    evened: bool = False,
+    attention: str = "sdpa",
 ) -> dict[str, Any]:
     """Train as one of several processes, and the uncut model beside it, and say how far they are apart.
 
@@ -119,7 +132,7 @@ def compare(
     mine, its = optimizer_of(model), optimizer_of(whole)
     for step in range(steps):
         batch = batch_of(plan, seed + step)
-        loss, wanted = alone(whole, batch)
+        loss, wanted = alone(whole, batch, attention)
         for name, gradient in wanted.items():
             whole.get_parameter(name).grad = gradient.clone()
         evaluated = engine.evaluate(batch, plan, document_losses=True, log_probs=True)
@@ -150,13 +163,23 @@ def compare(
         known_weights = whole.state_dict()
         seen.saw("weights", furthest(whole_of(model.state_dict()), known_weights))
         if evened:
-            model.load_state_dict({name: known_weights[name] for name in model.state_dict()})
+            load(model, known_weights)
     return {
         **asdict(seen),
         "names": sorted(model.state_dict()),
         "tasks": [len(place.kinds) for place in stats.places],
         "targets": stats.num_targets - int(known.sum()),
     }
+
+
+def load(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Give a stage, or the part of it that a process holds, the weights of the whole model."""
+    with torch.no_grad():
+        for name, held in model.state_dict().items():
+            its = weights[name]
+            if isinstance(held, DTensor):
+                its = distribute_tensor(its, held.device_mesh, held.placements, src_data_rank=None)
+            local(held).copy_(local(its))
 
 
 def run_random_plan(seed: int, rank: int, world: int, most_documents: int = 4) -> dict[str, Any]:
@@ -189,6 +212,69 @@ def run_plan(path: str, rank: int) -> dict[str, Any]:
     plan = vl.load_plan(path)
     with closing(vl.SliceEngine(small(0), mesh=plan.mesh, rank=rank, deadline_s=60)) as engine:
         return {"counts": plan.forward.counts.tolist(), **compare(engine, small(0), plan, 0)}
+
+
+def run_mesh(seed: int, mesh: vl.Mesh, rank: int) -> dict[str, Any]:
+    """Train by a random plan of a given mesh, which shares documents among data-parallel ranks if it can."""
+    plan = runnable(plan_of(seed, mesh, shares=mesh.dp > 1))
+    # Sums over tp ranks have other roundings, and norms compute in float32.
+    with Wide() if mesh.tp > 1 else nullcontext(), ended(small(seed), mesh, rank) as engine:
+        return compare(engine, small(seed), plan, seed, evened=True)
+
+
+def run_family(name: str, rank: int) -> dict[str, Any]:
+    """Train a model of a family that two processes divide."""
+    mesh, settings = vl.Mesh(tp=2), {"tie_word_embeddings": True} if name.endswith(" tied") else {}
+    whole, model = (family(name.removesuffix(" tied"), **settings) for _ in range(2))
+    plan = next(
+        plan
+        for seed in itertools.count()
+        if not (plan := random_plan(seed, mesh=mesh, lengths=[30, 9, 17])).splits_backward
+    )
+    with Wide(), ended(model, mesh, rank) as engine:
+        held = sum(local(p).untyped_storage().nbytes() for p in model.parameters())
+        share = held / sum(p.nbytes for p in whole.parameters())
+        return {"family": name, "share": share, **compare(engine, whole, plan, 3, attention="by_scores")}
+
+
+def ended(model: Any, mesh: vl.Mesh, rank: int) -> Any:
+    """An engine that is closed at the end."""
+    return closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60))
+
+
+def refusals_of_tp(rank: int, world: int) -> dict[str, str]:
+    """What is said of models that tensor parallelism divides in another way, or can't."""
+    said = {}
+
+    def tried(name: str, model: Any, **settings: Any) -> None:
+        with pytest.raises(VarlenError) as refused:
+            vl.SliceEngine(model, **settings)
+        said[name] = f"{type(refused.value).__name__}: {refused.value}"
+
+    mesh = vl.Mesh(tp=world)
+    here = {"mesh": mesh, "rank": rank, "deadline_s": 60}
+    devices = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    theirs = small(0)
+    apply_tensor_parallelism(theirs, devices, theirs._expand_parallel_plan(dict(theirs.tp_plan)))
+    tried("theirs", theirs, **here)
+    tried("theirs, other mesh", theirs, **{**here, "mesh": vl.Mesh(dp=world)})
+    tried("alone", theirs)
+    ours, plan = small(0), runnable(plan_of(0, mesh))
+    with ended(ours, mesh, rank) as engine:
+        with pytest.raises(VarlenError) as refused:
+            engine.step(batch_of(plan), replace(plan, mesh=vl.Mesh(cp=world)))
+        said["plan"] = str(refused.value)
+    tried("ours, other mesh", ours, **{**here, "mesh": vl.Mesh(dp=world)})
+    with ended(ours, mesh, rank):  # once more, of the same model
+        pass
+    tried("heads", tiny("llama", num_key_value_heads=1), **here)
+    sharded = small(0)
+    fully_shard(sharded, mesh=devices)
+    tried("fully_shard", sharded, **here)
+    adapted = small(0)
+    adapted.model.layers[1].mlp.up_proj = torch.nn.Sequential(adapted.model.layers[1].mlp.up_proj)
+    tried("adapter", adapted, **here)
+    return said
 
 
 def run_replicas(rank: int, world: int) -> dict[str, Any]:
@@ -299,6 +385,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     tried("one rank", lambda engine: engine.step(batch, short if is_odd else plan))
     tried("no plan", lambda engine: engine.step(batch))
     tried("mesh", lambda engine: engine.step(batch, plan), mesh=vl.Mesh(pp=world))
+    tried("no cp", lambda engine: engine.step(batch, plan), mesh=vl.Mesh(pp=2, cp=world // 2))
     tried("world", lambda engine: None, mesh=vl.Mesh(dp=world, pp=2))
     tried("circle", lambda engine: engine.step(batch_of(circle := waits_in_a_circle()), circle), mesh=CHUNKED)
     tried("closed", lambda engine: (engine.close(), engine.step(batch, plan)))
@@ -320,7 +407,8 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 def replicas_of(mesh: vl.Mesh) -> DeviceMesh:
     """The processes that hold the same stage as this one."""
-    return init_device_mesh("cpu", (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
+    shape = (mesh.pp, mesh.dp * mesh.cp)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("pp", "replicas"))["replicas"]
 
 
 def shard(model: Any, mesh: vl.Mesh, **settings: Any) -> None:

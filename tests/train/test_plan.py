@@ -305,6 +305,14 @@ def test_a_machine_is_measured_once_and_its_rates_are_kept(store, tmp_path):
             {},
             "plan.pp = 2 stages, and there is 1 process; start 2, or set a plan.pp that divides 1",
         ),
+        (
+            {"pp": 2, "cp": 3},
+            {},
+            "plan.pp = 2 stages of plan.cp = 3 processes each, and there is 1 process; start 6, or set a plan.pp and "
+            "plan.cp whose product divides 1",
+        ),
+        ({"slice_tokens": 8, "cp": 2}, {}, "and plan.cp = 2 needs one; leave one of them out"),
+        ({"cp": 0}, {}, "plan.cp must be at least 1"),
         ({"pp": 0}, {}, "plan.pp must be at least 1"),
         ({"slice_tokens": 0}, {}, "plan.slice_tokens must be a whole number of tokens from 1"),
         (
@@ -407,7 +415,7 @@ def test_what_settings_say_of_recomputation_and_offloading_is_kept():
         words = f'plan.recompute = "{recompute}" and plan.offload = "{offload}" limit what fits'
         with pytest.raises(PlanError, match=words):
             kept_by(least, recompute, offload)
-    with pytest.raises(PlanError, match=r"would fit, or a mesh of cp=2; a run has neither cp nor tp: "):
+    with pytest.raises(PlanError, match=r"would fit, or a mesh of cp=2; a run has no tp: "):
         kept_by(BIG.replace(hardware=replace(CARD, memory_bytes=150e9)), "auto", "auto")
 
 

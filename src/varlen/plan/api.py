@@ -34,7 +34,7 @@ from varlen.plan.bound import least_possible, lower_bound
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
 from varlen.plan.micropack import FAR_OVER, SearchResult, micropack, narrowed, thorough
 from varlen.plan.score import as_scheduled, best_plan, score
-from varlen.plan.search import Candidate, Search
+from varlen.plan.search import Families, Search
 from varlen.step_plan import Mesh, PlanMethod, StepPlan, spread
 from varlen.types import FloatArray, Int32Array
 
@@ -275,18 +275,15 @@ def _planned(given: _Given, cost: CostModel, limit_s: float, near: Mesh | None =
     return best
 
 
-Families = Callable[[int], Iterator[Iterator[Candidate]]]
-
-
-def _whole(given: _Given, cost: CostModel) -> Iterator[tuple[Families, tuple[int, ...]]]:
+def _whole(given: _Given, cost: CostModel) -> Iterator[tuple[Callable[[int], Families], tuple[int, ...]]]:
     """Yield candidates of whole documents by number of micro-batches, and the numbers to try."""
     lengths, mesh, method, sizes = given[:4]
     work = _work(lengths, cost, mesh)
 
-    def shared(count: int, way: Way) -> Iterator[Iterator[Candidate]]:
+    def shared(count: int, way: Way) -> Families:
         return dynamic_cp_candidates(lengths, work, mesh, sizes, counts=(count,), ways=(way,))
 
-    def balanced(count: int) -> Iterator[Iterator[Candidate]]:
+    def balanced(count: int) -> Families:
         return balanced_candidates(lengths, work[:, 0], mesh, counts=(count,))
 
     if method == "dynamic_cp":

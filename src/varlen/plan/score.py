@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.cost.model import CostModel
-from varlen.plan.search import Candidate
+from varlen.plan.search import Candidate, Families
 from varlen.simulate.api import simulate
 from varlen.simulate.dispatch import Dispatched, bound_s, dispatch, loads_s, pipeline_of_all, pipelines_of
 from varlen.simulate.graph import Durations, StageCosts, durations_of_prices, prices_of, stage_costs
@@ -30,7 +30,7 @@ _PATIENCE = 3  # after so many further numbers without a faster plan, the search
 
 
 def best_plan(
-    families_of: Callable[[int], Iterable[Iterable[Candidate]]],
+    families_of: Callable[[int], Families],
     counts: tuple[int, ...],
     lengths: Int32Array,
     cost: CostModel,

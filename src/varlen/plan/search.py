@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -81,6 +82,10 @@ class Search:
     def sizes(self) -> tuple[float, ...]:
         """`micropacks_per_stage`, or its default."""
         return SIZES if self.micropacks_per_stage is None else self.micropacks_per_stage
+
+
+Families = Iterable[Iterable["Candidate"]]
+"""Candidates, of which those that differ only in the order of their MicroPacks stand together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -5,7 +5,7 @@ The model stays as it is: its own modules are called with its own arguments, in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from varlen.model_families import FAMILIES, UNKNOWN, Sliced
 from varlen.runtime.attention import register
 from varlen.runtime.casting import uncast, ungraphed
 from varlen.runtime.kv_cache import CachedSlice
-from varlen.runtime.main_grads import add_product, gradient
+from varlen.runtime.main_grads import add_product, gradient, local
 
 HEAD_ROWS = LOGIT_ROWS  # rows whose logits exist at once
 EMBEDDING = -1  # number of the embedding among units
@@ -36,6 +36,28 @@ class Positions(NamedTuple):
 
     ids: torch.Tensor  # int64 `[1, rows]`
     embeddings: Any  # rotary cosines and sines, by kind if layers differ
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """How tp ranks divide the rows of embedding and head: as `Shard(0)` does."""
+
+    rank: int
+    size: int  # ranks
+    add: Callable[[torch.Tensor], None]  # replaces a tensor by its sum over the ranks
+    most: Callable[[torch.Tensor], None]  # replaces a tensor by the elementwise maximum over the ranks
+
+    def rows_of(self, ids: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of ids in this rank's part of a weight, and whether they are in it.
+
+        Args:
+            ids: int64 `[rows]`.
+            weight: `[vocabulary, hidden]`: the whole one.
+        """
+        each = -(-len(weight) // self.size)
+        first = min(self.rank * each, len(weight))
+        stop = min(first + each, len(weight))
+        return (ids - first).clamp(0, max(stop - first - 1, 0)), (ids >= first) & (ids < stop)
 
 
 class Logits(NamedTuple):
@@ -75,6 +97,8 @@ class DecoderParts:
     by_length: bool = False  # whether rotary positions depend on a document's total length
     embedding_factor: float = 1.0  # multiplies embeddings outside of their module
     logits: Logits = AS_GIVEN
+    vocabulary: Vocabulary | None = None
+    """How tp ranks divide embedding and head; None where this process has them whole."""
 
     @classmethod
     def of(cls, model: Any, kernels: Kernels = "auto") -> DecoderParts:
@@ -190,8 +214,23 @@ class DecoderParts:
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return `[1, rows, hidden]` of int64 `[rows]`, apart from the graph; `embed_backward` is its backward."""
         with torch.no_grad():
-            hidden: torch.Tensor = self.embedding(input_ids[None])
+            hidden = self._embedded(input_ids)[None] if self.vocabulary else self.embedding(input_ids[None])
         return hidden if self.embedding_factor == 1 else hidden * self.embedding_factor
+
+    def _embedded(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return `[rows, hidden]` from an embedding that ranks divide."""
+        assert self.vocabulary is not None
+        weight = self.embedding.weight
+        rows, is_here = self.vocabulary.rows_of(input_ids, weight)
+        hidden = torch.where(is_here[:, None], local(weight)[rows], 0.0)
+        self.vocabulary.add(hidden)
+        scale = self._embed_scale(weight.dtype)
+        return hidden if scale is None else hidden * scale
+
+    def _embed_scale(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return what Gemma's embedding multiplies what it looks up by."""
+        scale = getattr(self.embedding, "embed_scale", None)
+        return scale.to(dtype) if isinstance(scale, torch.Tensor) else None
 
     def embed_backward(self, input_ids: torch.Tensor, by_hidden: torch.Tensor) -> None:
         """Add to the embedding's gradient where its rows were used.
@@ -201,13 +240,16 @@ class DecoderParts:
         weight, unused = self.embedding.weight, self.embedding.padding_idx
         if not weight.requires_grad:
             return
-        total = gradient(weight)
+        total = local(gradient(weight))
         rows = by_hidden[0].to(total.dtype)
         rows = rows if self.embedding_factor == 1 else rows * self.embedding_factor
-        if isinstance(scale := getattr(self.embedding, "embed_scale", None), torch.Tensor):
-            rows = rows * scale.to(weight.dtype)  # Gemma's embedding multiplies what it looks up
+        if (scale := self._embed_scale(weight.dtype)) is not None:
+            rows = rows * scale
         if unused is not None:
             rows = rows * (input_ids != unused)[:, None]
+        if self.vocabulary is not None:
+            input_ids, is_here = self.vocabulary.rows_of(input_ids, weight)
+            rows = torch.where(is_here[:, None], rows, 0.0)
         total.index_add_(0, input_ids, rows)
 
     def head_backward(
@@ -251,7 +293,10 @@ class DecoderParts:
 
     def _logits(self, normed: torch.Tensor) -> torch.Tensor:
         if self.head_is_plain:
-            return nn.functional.linear(normed, self.head.weight, self.head.bias)
+            bias = self.head.bias
+            return nn.functional.linear(
+                normed, local(self.head.weight), None if bias is None else local(bias)
+            )
         logits: torch.Tensor = self.head(normed)
         return logits
 
@@ -266,11 +311,27 @@ class DecoderParts:
             wide.div_(cap).tanh_()
             slope = wide.square().neg_().add_(1).mul_(factor) if has_slope else factor
             wide *= cap
-        wide -= wide.amax(-1, keepdim=True)
-        at_target = wide.gather(1, labels.clamp_min(0)[:, None])[:, 0]
+        most = wide.amax(-1, keepdim=True)
+        if self.vocabulary is not None:
+            self.vocabulary.most(most)
+        wide -= most
+        at, is_here = self._at(labels)
+        at_target = wide.gather(1, at)[:, 0]
         total = wide.exp_().sum(-1)
+        if self.vocabulary is not None and is_here is not None:
+            sums = torch.stack([torch.where(is_here, at_target, 0.0), total])
+            self.vocabulary.add(sums)
+            at_target, total = sums
         losses = (total.log() - at_target) * (labels != IGNORED)
         return _Softmax(logits, wide, total, slope, losses)
+
+    def _at(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return where labels are among the logits of this rank, int64 `[rows, 1]`, and whether; None if all are."""
+        known = labels.clamp_min(0)
+        if self.vocabulary is None:
+            return known[:, None], None
+        rows, is_here = self.vocabulary.rows_of(known, self.head.weight)
+        return rows[:, None], is_here
 
     def _loss_backward(
         self, normed: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
@@ -287,7 +348,8 @@ class DecoderParts:
         logits, wide, total, slope, losses = self._softmax(given, labels, has_slope=True)
         weights = weights.to(wide.dtype)
         wide *= (weights / total)[:, None]
-        wide.scatter_add_(1, labels.clamp_min(0)[:, None], -weights[:, None])
+        at, is_here = self._at(labels)
+        wide.scatter_add_(1, at, -(weights if is_here is None else weights * is_here)[:, None])
         if self.logits != AS_GIVEN:
             wide *= slope
         if not self.head_is_plain:
@@ -300,8 +362,11 @@ class DecoderParts:
         if weight.requires_grad:
             add_product(weight, by_logits, normed.to(by_logits.dtype))
         if bias is not None and bias.requires_grad:
-            gradient(bias).add_(by_logits.sum(0))
-        return losses, by_logits @ weight
+            local(gradient(bias)).add_(by_logits.sum(0))
+        by_normed = by_logits @ local(weight)
+        if self.vocabulary is not None:
+            self.vocabulary.add(by_normed)
+        return losses, by_normed
 
 
 _FSDP1, _CHECKPOINT = "FullyShardedDataParallel", "CheckpointWrapper"  # classes of torch.distributed

@@ -30,7 +30,7 @@ from varlen.runtime.main_grads import local
 from varlen.runtime.masters import Masters
 from varlen.runtime.mesh.fsdp import is_sharded
 from varlen.runtime.mesh.rank import MeshRank, Totals, totals_of_one
-from varlen.runtime.split import check_layers
+from varlen.runtime.split import check_layers, is_divided
 from varlen.runtime.stage_run import TaskRun
 from varlen.runtime.step import StepRun, check_runnable, run_stages
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
@@ -96,8 +96,8 @@ class SliceEngine:
     >>> optimizer.step(); optimizer.zero_grad()                          # doctest: +SKIP
 
     On several GPUs each process makes an engine with the mesh and its rank among all, which cuts the model in place
-    to the stage of that rank, and gives every step its share (`PackedLoader(plan=...)`), or the whole step's batch
-    and plan; gradients are summed over replicas.
+    to the stage of that rank and divides its layers among tp ranks, and gives every step its share
+    (`PackedLoader(plan=...)`), or the whole step's batch and plan; gradients are summed over replicas.
 
     >>> engine = vl.SliceEngine(model, mesh=vl.Mesh(dp=2, pp=2), rank=dist.get_rank())      # doctest: +SKIP
     >>> stats = engine.step(batch, plan)                                                    # doctest: +SKIP
@@ -133,7 +133,8 @@ class SliceEngine:
             kernels: what computes attention: PyTorch's dense kernels ("sdpa"), and on CUDA its variable-length one
                 ("varlen"), "flash_attn_3", "flash_attn", "flex", or the first of these that can.
             mesh: how the job's GPUs are arranged; None for this process alone, which runs plans of any mesh.
-            rank: of this process among all, `stage * dp + data-parallel rank`; needed with a mesh.
+            rank: of this process among all, `((stage * dp + dp rank) * cp + cp rank) * tp + tp rank`; needed with a
+                mesh.
             deadline_s: longest wait for other processes in anything, a whole step's computing among it.
             gathered: where FSDP2 has sharded parameters: whether they are whole during each "unit" of work, or all
                 through the "step", which gathers them once and holds them all.
@@ -361,7 +362,7 @@ class SliceEngine:
         }
         prepared: StepInputs | VarlenError
         try:
-            where = (Mesh(), 0) if rank is None else (rank.coordinate.mesh, rank.coordinate.dp_rank)
+            where = (Mesh(), 0) if rank is None else (rank.coordinate.mesh, rank.coordinate.replica)
             prepared = self._prepared(batch, plan, *where, is_forward_only=is_forward_only)
         except VarlenError as error:
             if rank is None:
@@ -388,7 +389,7 @@ class SliceEngine:
         batch: PackedBatch,
         plan: StepPlan | None,
         mesh: Mesh,
-        dp_rank: int,
+        replica: int,
         *,
         is_forward_only: bool,
     ) -> StepInputs:
@@ -412,22 +413,24 @@ class SliceEngine:
                 f"plan={type(plan).__name__}; engine.step takes a StepPlan, as vl.plan_step makes it"
             )
         check_contents(plan)
-        check_runnable(plan, allows_shared=self._mesh_rank is not None)
+        if self._mesh_rank is None:
+            check_runnable(plan)
         if batch.plan is not None and plan is not batch.plan and batch.plan.mesh.dp > 1:
             raise PlanError(
                 "the batch holds the documents that batch.plan gives one rank, and engine.step got another plan; "
                 "leave the plan out"
             )
-        if plan is batch.plan and plan.mesh.dp != mesh.dp:
+        its, mine = ((of.dp, of.cp) for of in (plan.mesh, mesh))
+        if plan is batch.plan and its != mine:
             raise PlanError(
-                f"the batch holds the documents of one of dp={plan.mesh.dp:,} ranks, and the engine's mesh has dp="
-                f"{mesh.dp:,}; make the engine with the mesh of the plan"
+                f"the batch holds the documents of one rank of (dp, cp) = {its}, and the engine's mesh has {mine}; "
+                "make the engine with the mesh of the plan"
             )
         return step_inputs(
             batch,
             lengths,
             plan,
-            dp_rank,
+            replica,
             next(self.model.parameters()).device,
             self.weighting,
             vocabulary=self.model.config.get_text_config().vocab_size,
@@ -479,6 +482,11 @@ def check_not_distributed(model: Any) -> None:
         held = f"DistributedDataParallel holds the model in {model.process_group.size():,} processes"
     elif isinstance(model, nn.Module) and is_sharded(model):
         held = "fully_shard has divided the model among processes"
+    elif is_divided(model):
+        raise SettingError(
+            "tensor parallelism has divided the model among processes, and the engine has no mesh, so it would "
+            "take a part of it for the whole; give the undivided model, mesh=vl.Mesh(tp=...) and rank=dist.get_rank()"
+        )
     else:
         return
     raise SettingError(

@@ -18,7 +18,7 @@ from varlen.counts import many
 from varlen.errors import DocumentsError, PlanError, SettingError
 from varlen.runtime.chunk import StepData, loss_scale
 from varlen.runtime.decoder import IGNORED
-from varlen.step_plan import StepPlan
+from varlen.step_plan import StepPlan, spread
 from varlen.types import FloatArray, Int32Array
 
 Sum = Callable[[torch.Tensor], None]
@@ -30,6 +30,9 @@ class StepInputs:
     """One process's part of a step."""
 
     plan: StepPlan
+    """As it was given."""
+    spread: StepPlan
+    """The same for replicas that share documents in place of cp; see `varlen.step_plan.spread`."""
     data: StepData
     """Tokens and targets; its weights are 1 or those of rows if targets have different weights: see `weighed`."""
     step_num_targets: int
@@ -40,7 +43,7 @@ class StepInputs:
     groups: npt.NDArray[np.int64] | None = None
     """int64 `[num_documents]`: groups of the packing, if it has any."""
     own: npt.NDArray[np.bool_]
-    """bool `[num_documents]`: the documents that this data-parallel rank counts; one rank counts each."""
+    """bool `[num_documents]`: the documents that this replica counts; one replica counts each."""
     document_ids: npt.NDArray[np.int64]
     """int64 `[num_documents]`: ids as in the batch; 0 for documents that this process doesn't hold."""
 
@@ -102,7 +105,7 @@ def step_inputs(
     batch: PackedBatch,
     lengths: Int32Array,
     plan: StepPlan,
-    dp_rank: int,
+    replica: int,
     device: torch.device,
     weighting: LossWeighting,
     *,
@@ -112,7 +115,9 @@ def step_inputs(
 
     Args:
         lengths: int32 `[num_segments]`: of the batch.
+        replica: of this process, `dp_rank * cp + cp_rank`.
     """
+    spread_plan, dp_rank = spread(plan), replica // plan.mesh.cp
     is_share = plan is batch.plan and plan.mesh.dp > 1
     here = plan.documents_of(dp_rank) if is_share else np.ones(len(plan.lengths), bool)
     check_lengths(plan, lengths, here if is_share else None, dp_rank)
@@ -138,6 +143,7 @@ def step_inputs(
     numbers[here] = on_host(batch.document_ids)
     return StepInputs(
         plan=plan,
+        spread=spread_plan,
         data=StepData(
             input_ids=ids,
             labels=labels,
@@ -149,7 +155,7 @@ def step_inputs(
         is_share=is_share,
         weighting=None if is_plain else weighting,
         groups=None if batch.document_groups is None else on_host(batch.document_groups),
-        own=plan.first_ranks == dp_rank,
+        own=spread_plan.first_ranks == replica,
         document_ids=numbers,
     )
 

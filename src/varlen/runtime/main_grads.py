@@ -73,14 +73,15 @@ def gradient(parameter: torch.Tensor) -> torch.Tensor:
 def add_product(parameter: torch.Tensor, by_outputs: torch.Tensor, rows: torch.Tensor) -> None:
     """Add `by_outputs.T @ rows` to a parameter's gradient.
 
-    Where the sum is wider than both, the product is rounded before it is added, as autograd rounds it.
+    Where the sum is wider than both, the product is rounded before it is added, as autograd rounds it. Of a parameter
+    that tp ranks divide, rows or outputs are divided alike, and the product is of this rank's part.
 
     Args:
         parameter: `[outputs, inputs]`.
         by_outputs: `[rows, outputs]`: gradient of what came out.
         rows: `[rows, inputs]`: what went in, in the dtype of `by_outputs`.
     """
-    total = gradient(parameter)
+    total, by_outputs, rows = local(gradient(parameter)), local(by_outputs), local(rows)
     if total.dtype == by_outputs.dtype:
         total.addmm_(by_outputs.T, rows)
     else:

@@ -1,4 +1,4 @@
-"""Cut a model to one stage: modules of other stages are dropped, and the others keep their names.
+"""Cut a model to one stage, and divide its layers: modules of other stages are dropped, the others keep their names.
 
 So parameters have the same names as in the whole model, each on one stage (a tied embedding on two), and the
 checkpoints of all stages together are that of the model.
@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from varlen.errors import ModelError, PlanError
+from varlen.errors import ModelError, PlanError, SettingError
 from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.mesh.consistency import model_fingerprint
 from varlen.runtime.step import layers_of
@@ -149,3 +152,140 @@ def _of_other_stages(model: Any, parts: DecoderParts, mesh: Mesh, stage: int) ->
     for chunk, layers in enumerate(layers_of(model, mesh)):
         if chunk % mesh.pp != stage:
             yield from (parts.layers[layer] for layer in layers)
+
+
+# `divide_layers`: tensor parallelism, by transformers' own `apply_tensor_parallelism` and the model's own plan of it.
+#
+#     embedding     rows of the vocabulary ──► sum over ranks ─┐
+#     layers        heads and columns, sums over ranks inside ◄┘ transformers' plan
+#     norm, head    rows of the vocabulary ──► maxima and sums over ranks ──► loss
+#
+# What is divided is a DTensor; what isn't, such as norms, all ranks hold and compute alike. (Megatron-LM: Shoeybi et
+# al. 2019, arXiv 1909.08053.)
+
+_PARTIAL = "replicated_with_grad_allreduce"
+"""transformers' style of norms of single heads: each rank's gradient is of its own heads. It sums `.grad` whenever
+autograd adds to it, which is wrong from a step's second backward pass on; the engine sums once, at the end."""
+_SPLITTING = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
+"""Styles of linear layers."""
+_MARK = "_divided_by_varlen"
+
+
+def devices_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """Return the mesh's processes as PyTorch's (pp, replicas, tp), replicas being dp x cp; all call it at once."""
+    shape = (mesh.pp, mesh.dp * mesh.cp, mesh.tp)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("pp", "replicas", "tp"))
+
+
+def is_divided(model: Any) -> bool:
+    """Return whether tensor parallelism has divided any of a model's parameters; FSDP2's are DTensors too."""
+    if not isinstance(model, nn.Module) or any(isinstance(module, FSDPModule) for module in model.modules()):
+        return False
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def divide_layers(model: Any, devices: DeviceMesh | None) -> list[str]:
+    """Divide in place what a stage holds among tp ranks, unless a former engine has done so.
+
+    Args:
+        devices: the tp ranks; None where there is one.
+
+    Returns:
+        The parameters that all ranks hold, and of which each has a part of the gradient only.
+    """
+    if devices is None:
+        return []
+    styles = _styles(model, devices.size())
+    partial = {name for name, style in styles.items() if style == _PARTIAL}
+    if "colwise" in styles.values():  # xIELU's, which act on the columns of a rank
+        partial |= {name for name, _ in model.named_parameters() if ".act_fn." in name}
+    if not is_divided(model):
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        is_tied = getattr(head, "weight", None) is getattr(embedding, "weight", ())
+        apply_tensor_parallelism(model, devices, {n: how for n, how in styles.items() if how != _PARTIAL})
+        if is_tied:
+            head.weight = embedding.weight
+        setattr(model, _MARK, True)
+    return [name for name, _ in model.named_parameters() if name in partial]
+
+
+def _styles(model: Any, ranks: int) -> dict[str, str]:
+    """Return the style of each module and parameter that a stage holds and that ranks divide or sum."""
+    attention = model.config._attn_implementation
+    parts = DecoderParts.of(model)
+    model.set_attn_implementation(attention)
+    _check_divisible(model, parts, ranks)
+    modules = dict(model.named_modules())
+    ends = {n: module for n, module in modules.items() if module in (parts.embedding, parts.head)}
+    styles = {
+        name: style
+        for name, style in model._expand_parallel_plan(dict(model.tp_plan)).items()
+        if not isinstance(modules.get(name), Elsewhere)
+        and name.rpartition(".")[0] not in ends
+        and name not in ends
+    }
+    # As parameters alone: a step looks up and multiplies by itself. The same for both, since they may be one.
+    known = dict(model.named_parameters())
+    for name, module in ends.items():
+        rows = "embedding_rowwise" if module is parts.embedding else "colwise_gather_output"
+        keys = [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]
+        styles.update({key: rows for key in keys if key in known})
+    odd = [
+        name
+        for name, style in styles.items()
+        if style in _SPLITTING and name in modules and not isinstance(modules[name], nn.Linear)
+    ]
+    if odd:
+        raise ModelError(
+            f"{odd[0]} is a {type(modules[odd[0]]).__name__} ({len(odd):,} modules are so), and tp divides plain "
+            "linear layers; merge adapters, or run the model with tp=1"
+        )
+    return styles
+
+
+def _check_divisible(model: Any, parts: DecoderParts, ranks: int) -> None:
+    """Refuse a model that tensor parallelism would compute wrongly."""
+    config, family = model.config.get_text_config(), model.config.model_type
+    if not hasattr(model, "_expand_parallel_plan"):
+        raise SettingError(
+            "tp needs transformers 5.23 or later, which divides models; install it, or take tp=1"
+        )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise SettingError(
+            "fully_shard has divided the model, and the mesh has tp above 1; the engine runs either: leave "
+            'fully_shard out and take sharding="optimizer", or take tp=1'
+        )
+    if not parts.head_is_plain:
+        raise ModelError(
+            "the head has an adapter or a hook, and tp divides plain heads; merge it, or run the model with tp=1"
+        )
+    divided = [name for name in model.tp_plan if name.rpartition(".")[2] in ("k_proj", "query_key_value")]
+    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    keys = heads if keys is None else keys
+    if divided and (heads % ranks or keys % ranks):
+        fit = [str(n) for n in range(1, keys + 1) if heads % n == 0 and keys % n == 0]
+        raise ModelError(
+            f"tp={ranks} doesn't divide the {heads} query heads and {keys} key heads of this {family} model; tp "
+            f"may be {', '.join(fit)}"
+        )
+
+
+def check_division(model: Any, devices: DeviceMesh | None) -> None:
+    """Refuse a model that is divided in another way than `divide_layers` would for these ranks."""
+    if not is_divided(model):
+        return
+    ranks = [] if devices is None else devices.mesh.tolist()
+    name, parameter = next((n, p) for n, p in model.named_parameters() if isinstance(p, DTensor))
+    its = parameter.device_mesh.mesh.flatten().tolist()
+    if not hasattr(model, _MARK):
+        raise ModelError(
+            f"{name} is divided among {len(its)} processes, not by the engine; give it the undivided model and the "
+            f"mesh (vl.Mesh(tp={len(its)}, ...)), and it divides the model in place"
+        )
+    if its != ranks:
+        raise ModelError(
+            f"{name} is divided among the ranks {its}, and the mesh of this engine has {ranks or 'tp=1'}; load the "
+            "model again"
+        )

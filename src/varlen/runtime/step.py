@@ -269,14 +269,15 @@ def next_tokens(input_ids: torch.Tensor, offsets: npt.NDArray[np.int64]) -> torc
     return labels
 
 
-def check_runnable(plan: StepPlan, *, allows_shared: bool = False) -> None:
-    """Refuse plans that the engine can't run: of tensor or context parallelism, or of shared documents."""
+def check_runnable(plan: StepPlan) -> None:
+    """Refuse plans that one process can't run: of tensor or context parallelism, or of shared documents."""
     if plan.mesh.tp > 1 or plan.mesh.cp > 1:
         raise PlanError(
-            f"a plan of tp={plan.mesh.tp} and cp={plan.mesh.cp}; the engine divides neither layers nor slices among "
-            "GPUs, so both must be 1"
+            f"a plan of tp={plan.mesh.tp} and cp={plan.mesh.cp}; one process alone divides neither layers nor slices "
+            "among GPUs, so both must be 1: make the engine with mesh and rank in a job of "
+            f"{plan.mesh.num_gpus:,} processes"
         )
-    if plan.num_merged and not allows_shared:
+    if plan.num_merged:
         raise PlanError(
             f"a plan of {plan.num_merged:,} documents that ranks share; one process alone runs documents that none "
             "share: plan with Search(merges=False), or make the engine with mesh and rank in a job of "

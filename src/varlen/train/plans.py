@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from varlen.batch.packed import PackedBatch
 from varlen.cost.hardware import Hardware, load_hardware, save_hardware
@@ -31,7 +30,7 @@ from varlen.regular import read_regular
 from varlen.runtime.calibrate import calibrate
 from varlen.runtime.engine import SLICE_TOKENS, SliceEngine
 from varlen.runtime.mesh.process_groups import coordinate_of
-from varlen.runtime.split import cut_to_stage
+from varlen.runtime.split import cut_to_stage, devices_of
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh, Offload, Recompute, Sharding, StepPlan
 from varlen.train.model import as_saved
@@ -95,26 +94,30 @@ class RunPlans:
 
 def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
     """Return how the processes of a run are arranged."""
-    if world_size % plan.pp:
-        below, above = world_size - world_size % plan.pp, world_size + plan.pp - world_size % plan.pp
+    each = plan.pp * plan.cp
+    if world_size % each:
+        below, above = world_size - world_size % each, world_size + each - world_size % each
         near = f"{below:,} or {above:,}" if below else f"{above:,}"
+        words = f"plan.pp = {plan.pp} stages" + (
+            f" of plan.cp = {plan.cp} processes each" if plan.cp > 1 else ""
+        )
         raise SettingError(
-            f"plan.pp = {plan.pp} stages, and there {'is' if world_size == 1 else 'are'} "
-            f"{many(world_size, 'process', 'processes')}; start {near}, or set a plan.pp "
-            f"that divides {world_size:,}"
+            f"{words}, and there {'is' if world_size == 1 else 'are'} {many(world_size, 'process', 'processes')}; "
+            f"start {near}, or set a plan.pp {'and plan.cp whose product' if plan.cp > 1 else 'that'} divides "
+            f"{world_size:,}"
         )
     if plan.slice_tokens is not None and world_size > 1:
         raise SettingError(
             f"plan.slice_tokens is for one process, and there are {world_size:,}; leave it out: several run slices "
             "of equal seconds"
         )
-    dp = world_size // plan.pp
+    dp = world_size // each
     sharding: Sharding = (
         "parameters" if run.parallel == "fsdp" else "optimizer" if has_masters(run) else "none"
     )
-    if dp == 1:
+    if dp * plan.cp == 1:
         sharding = "none"
-    return Mesh(dp=dp, pp=plan.pp, virtual_stages=plan.virtual_stages, sharding=sharding)
+    return Mesh(dp=dp, pp=plan.pp, cp=plan.cp, virtual_stages=plan.virtual_stages, sharding=sharding)
 
 
 def has_masters(run: RunSettings) -> bool:
@@ -144,6 +147,7 @@ def plans_of(
     cost = _cost_of(settings, plan, shape, mesh, ranks, note) if ranks.is_first else None
     method = plan.method or "micropack"
     words = f'"{method}" on dp {mesh.dp} x pp {mesh.pp}'
+    words += f" x cp {mesh.cp}" if mesh.cp > 1 else ""
     words += f" x {mesh.virtual_stages} chunks" if mesh.virtual_stages > 1 else ""
     words += f', recompute "{plan.recompute}", offload "{plan.offload}"'
     words += ", no shared documents" if mesh.dp > 1 and not plan.merges else ""
@@ -272,13 +276,12 @@ def _engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine
     plan, run = settings.plan, settings.run
     assert plan is not None, "such a run is planned"
     mesh = mesh_of(plan, run, ranks.world_size)
-    is_sharded = run.parallel == "fsdp" and (mesh.dp > 1 or run.precision == "bf16")
+    is_sharded = run.parallel == "fsdp" and (mesh.dp * mesh.cp > 1 or run.precision == "bf16")
     if mesh.num_gpus == 1 and not is_sharded:
         return SliceEngine(model.to(ranks.device))
     cut_to_stage(model, mesh, coordinate_of(mesh, ranks.rank).stage)
     if is_sharded:
-        replicas = init_device_mesh(ranks.device.type, (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))["dp"]
-        sharded(model, run, ranks.device, replicas)
+        sharded(model, run, ranks.device, devices_of(mesh, ranks.device)["replicas"])
     else:
         model.to(ranks.device)
     return SliceEngine(model, mesh=mesh, rank=ranks.rank, deadline_s=run.timeout_s)

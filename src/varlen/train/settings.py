@@ -200,8 +200,8 @@ class PlanSettings:
     """`[plan]`: run steps in slices, by plans made in advance; may be empty. Without it, whole packs are trained.
 
     One process runs slices of `slice_tokens` unless a method or hardware is set. Several processes are a mesh of `pp`
-    stages and as many data-parallel ranks as remain; `run.parallel` sets how ranks share a stage. A plan determines
-    the MicroPacks of a step, so `data.micro_batch_size` has no effect.
+    stages, `cp` processes that share every document, and as many data-parallel ranks as remain; `run.parallel` sets
+    how ranks share a stage. A plan determines the MicroPacks of a step, so `data.micro_batch_size` has no effect.
     """
 
     method: PlanMethod | None = None
@@ -210,6 +210,8 @@ class PlanSettings:
     """Maximum rows that one process runs at once, without hardware; left out: 8,192."""
     pp: int = 1
     """Pipeline stages; must divide the number of processes."""
+    cp: int = 1
+    """Processes that share every document of a stage; `pp * cp` must divide the number of processes."""
     virtual_stages: int = 1
     """Chunks of layers per stage."""
     hardware: str = "auto"
@@ -238,7 +240,7 @@ class PlanSettings:
     """How long a run waits for its first plan, and for one that is made again after a stop."""
 
     def __post_init__(self) -> None:
-        for name in ("slice_tokens", "pp", "virtual_stages", "least_rows", "ahead"):
+        for name in ("slice_tokens", "pp", "cp", "virtual_stages", "least_rows", "ahead"):
             if getattr(self, name) is not None:
                 _check_range(f"plan.{name}", getattr(self, name), 1)
         for name, highest in (("calibrate_s", None), ("deadline_s", None), ("memory_fraction", 1)):
@@ -269,7 +271,8 @@ class PlanSettings:
             return f'plan.method = "{self.method}"'
         if self.hardware != "auto":
             return f'plan.hardware = "{self.hardware}"'
-        return f"plan.pp = {self.pp}" if self.pp > 1 else ""
+        above = [f"plan.{name} = {getattr(self, name)}" for name in ("pp", "cp") if getattr(self, name) > 1]
+        return above[0] if above else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

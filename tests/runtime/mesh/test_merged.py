@@ -20,13 +20,13 @@ from tests.runtime.side_by_side import (
     run_place,
     run_side_by_side,
 )
-from tests.runtime.tiny_families import Wide, family
 from tests.support.distances import assert_same, largest
 from tests.support.kernel_stand_ins import KERNELS
 from tests.support.random_plans import random_plan
 from tests.support.ranks import as_ranks
 from tests.support.rarely import examples, mostly
 from tests.support.sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut, with_gradients
+from tests.support.tiny_families import Wide, family
 
 from varlen.plan.check import check_plan
 from varlen.runtime import attention

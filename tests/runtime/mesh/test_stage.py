@@ -1,5 +1,6 @@
 """The pieces of a process of a mesh, each by itself: its coordinate, stage and sums, and its messages."""
 
+import itertools
 import math
 import threading
 import time
@@ -23,7 +24,7 @@ from varlen.runtime.chunk import StepData
 from varlen.runtime.mesh.consistency import batch_fingerprint
 from varlen.runtime.mesh.failures import Notes, PeerLostError, WaitReporter, naming_the_missing, wait_until
 from varlen.runtime.mesh.gradients import buckets, clip
-from varlen.runtime.mesh.process_groups import coordinate_of
+from varlen.runtime.mesh.process_groups import MeshCoordinate, coordinate_of
 from varlen.runtime.split import Elsewhere, cut_to_stage
 from varlen.runtime.step import check_order
 from varlen.step_plan import BACKWARD, FORWARD
@@ -47,22 +48,35 @@ def test_batches_that_differ_in_anything_have_other_fingerprints(what):
     assert batch_fingerprint(data) != batch_fingerprint(replace(data, offsets=np.array([0, 3, 6])))
 
 
-@given(st.integers(1, 5), st.integers(1, 5))
-def test_ranks_are_numbered_as_the_mesh_says(dp, pp):
-    coordinates = [coordinate_of(vl.Mesh(dp=dp, pp=pp), rank) for rank in range(dp * pp)]
+@given(*[st.integers(1, 3)] * 4)
+def test_ranks_are_numbered_as_the_mesh_says(pp, dp, cp, tp):
+    mesh = vl.Mesh(dp=dp, pp=pp, cp=cp, tp=tp)
+    coordinates = [MeshCoordinate(mesh=mesh, rank=rank) for rank in range(mesh.num_gpus)]
 
-    assert [(at.stage, at.dp_rank) for at in coordinates] == [(s, r) for s in range(pp) for r in range(dp)]
-    for coordinate in coordinates:
-        assert coordinate.at(coordinate.stage) == coordinate.rank
-        assert {coordinates[coordinate.at(stage)].dp_rank for stage in range(pp)} == {coordinate.dp_rank}
+    seats = [(at.stage, at.dp_rank, at.cp_rank, at.tp_rank) for at in coordinates]
+    assert seats == list(itertools.product(range(pp), range(dp), range(cp), range(tp)))  # tp fastest
+    for at in coordinates:
+        assert at.at() == at.rank
+        assert at.at(stage=0, replica=0) == at.tp_rank
+        others = [coordinates[at.at(stage=stage)] for stage in range(pp)]
+        assert {(other.replica, other.tp_rank) for other in others} == {(at.replica, at.tp_rank)}
+        others = [coordinates[at.at(replica=replica)] for replica in range(dp * cp)]
+        assert {(other.stage, other.tp_rank) for other in others} == {(at.stage, at.tp_rank)}
+
+
+def test_ranks_are_named_by_the_axes_that_a_mesh_has():
+    assert coordinate_of(vl.Mesh(dp=2, pp=2), 0).name_of(3) == "stage 1 of pipeline 1 (rank 3)"
+    assert coordinate_of(vl.Mesh(dp=2, cp=2), 0).name_of(3) == "stage 0 of pipeline 1, cp 1 (rank 3)"
 
 
 def test_seats_that_a_mesh_lacks_are_refused():
     for rank in (-1, 4, True, None, 1.0):
         with pytest.raises(SettingError, match=r"rank=.*has the ranks 0 to 3"):
             coordinate_of(vl.Mesh(dp=2, pp=2), rank)  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match="tp=2 and cp=1"):
-        coordinate_of(vl.Mesh(tp=2), 0)
+    with pytest.raises(SettingError, match="dp=1 x pp=2 x cp=2 has the ranks 0 to 3"):
+        coordinate_of(vl.Mesh(pp=2, cp=2), 4)
+    with pytest.raises(SettingError, match="dp=1 x pp=1 x tp=2 has the ranks 0 to 1"):
+        coordinate_of(vl.Mesh(tp=2), 2)
 
 
 @pytest.mark.parametrize("mesh", [vl.Mesh(pp=3), vl.Mesh(pp=2, virtual_stages=2)])

@@ -111,7 +111,7 @@ class Channels:
         """
         coordinate, pp = groups.coordinate, groups.coordinate.mesh.pp
         rows = {
-            kind: [num_rows(key, shared or {}) for key in keys_of(packs, coordinate.dp_rank)]
+            kind: [num_rows(key, shared or {}) for key in keys_of(packs, coordinate.replica)]
             for kind, packs in ((FORWARD, plan.forward), (BACKWARD, plan.backward))
         }
         self._of = {

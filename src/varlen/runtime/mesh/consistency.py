@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,13 +47,13 @@ def agree(
     fault: VarlenError | None = None,
     *,
     name_of: Callable[[int], str] = str,
-    distinct: Mapping[str, int] | None = None,
+    distinct: Mapping[str, Sequence[int]] | None = None,
 ) -> None:
     """Require that all ranks have the same fingerprints, and that none has failed; else raise the same error on all.
 
     Args:
         what: that ranks have and may refuse, for the message: "model", "step".
-        distinct: by fact, how many different ones there may be: ranks r and r + number have the same.
+        distinct: by fact of which ranks may have different ones: a number for each rank, equal where it is the same.
     """
     mine = bytes.fromhex("".join(facts.values()))
     sent = torch.tensor([fault is not None, *mine], dtype=torch.uint8, device=group.device)
@@ -68,9 +68,9 @@ def agree(
     for number, name in enumerate(facts):
         rows = gathered[:, 1 + 32 * number : 33 + 32 * number].tolist()
         seen = [bytes(row).hex()[:_DIGITS] for row in rows]
-        apart = (distinct or {}).get(name, 1)
-        for first in range(apart):
-            ranks = range(first, group.size, apart)
+        numbers = (distinct or {}).get(name, [0] * group.size)
+        for one in sorted(set(numbers)):
+            ranks = [rank for rank, its in enumerate(numbers) if its == one]
             usual, count = Counter(seen[rank] for rank in ranks).most_common(1)[0]
             others = [rank for rank in ranks if seen[rank] != usual]
             if others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -163,6 +163,15 @@ def sum_tied(weight: torch.Tensor, group: Group) -> None:
         held.copy_(total)
 
 
+def sum_partial(parameters: Iterable[Any], group: Group) -> None:
+    """Sum gradients of which each tp rank has a part; all ranks have run the same tasks, so all have one or none."""
+    for parameter in parameters:
+        if (found := gradient_of(parameter)) is not None:
+            total = found.contiguous()
+            group.sum(total)
+            set_gradient(parameter, total)
+
+
 def scattered(whole: torch.Tensor, like: Any) -> torch.Tensor:
     """Return the sum over shards' processes of their whole gradients, sharded as a parameter is."""
     mesh = like.device_mesh
@@ -170,29 +179,27 @@ def scattered(whole: torch.Tensor, like: Any) -> torch.Tensor:
     return partial.redistribute(placements=like.placements)
 
 
-def squares(
-    parameters: Mapping[str, torch.Tensor], device: torch.device, *, counts_whole: bool
-) -> torch.Tensor:
+def squares(parameters: Mapping[str, torch.Tensor], device: torch.device, holders: int) -> torch.Tensor:
     """Return this process's part of the sum of all gradients' squares, float64 `[1]`; the host doesn't wait.
 
     Args:
-        counts_whole: whether this process counts unsharded gradients, which all replicas hold alike.
+        holders: processes that hold the stage, each of which counts its share of what several hold alike.
     """
-    groups: dict[tuple[torch.dtype, float], list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
     for parameter in parameters.values():
-        given, copies = parameter.grad, 1 if counts_whole else 0
-        if isinstance(given, DTensor):
-            whole = (
-                given.device_mesh.size(n) for n, how in enumerate(given.placements) if how.is_replicate()
+        given, parts = parameter.grad, 1
+        if isinstance(given, DTensor):  # of FSDP2, of masters or of tp, whose mesh is of other processes
+            sizes = (
+                given.device_mesh.size(n) for n, how in enumerate(given.placements) if not how.is_replicate()
             )
-            copies = math.prod(whole)
-        if given is not None and copies:
+            parts = math.prod(sizes)
+        if given is not None:
             wide = torch.promote_types(given.dtype, torch.float32)
-            groups.setdefault((wide, 1 / copies), []).append(local(given))
+            groups.setdefault((wide, parts), []).append(local(given))
     total = torch.zeros(1, dtype=torch.float64, device=device)
-    for (wide, share), held in groups.items():
+    for (wide, parts), held in groups.items():
         norms = torch.stack(torch._foreach_norm(held, 2, dtype=wide))
-        total += share * norms.double().square().sum()
+        total += parts / holders * norms.double().square().sum()
     return total
 
 

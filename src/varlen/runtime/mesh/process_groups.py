@@ -22,43 +22,71 @@ from varlen.step_plan import BACKWARD, FORWARD, Mesh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshCoordinate:
-    """The stage and data-parallel rank of one process in a mesh."""
+    """The place of one process in a mesh.
+
+    The cp ranks of a data-parallel rank share its documents as ranks of a merged group do, so they are replicas too:
+    `dp * cp` of them hold a stage, or a part of it each if tp is above 1.
+    """
 
     mesh: Mesh
-    rank: int  # global: `stage * dp + dp_rank`
+    rank: int  # global: `((stage * dp + dp_rank) * cp + cp_rank) * tp + tp_rank`
 
     @property
     def stage(self) -> int:
         """Pipeline stage."""
-        return self.rank // self.mesh.dp
+        return self.rank // (self.num_replicas * self.mesh.tp)
 
     @property
     def dp_rank(self) -> int:
-        """Data-parallel rank, which is the number of the pipeline."""
-        return self.rank % self.mesh.dp
+        """Data-parallel rank, whose documents this process is given."""
+        return self.replica // self.mesh.cp
 
-    def at(self, stage: int) -> int:
-        """Return the rank of another stage of this pipeline."""
-        return stage * self.mesh.dp + self.dp_rank
+    @property
+    def cp_rank(self) -> int:
+        """Rank among those that share all documents of the data-parallel rank."""
+        return self.replica % self.mesh.cp
+
+    @property
+    def tp_rank(self) -> int:
+        """Rank among those that share layers."""
+        return self.rank % self.mesh.tp
+
+    @property
+    def replica(self) -> int:
+        """Rank among those that hold the same parameters, `dp_rank * cp + cp_rank`; the number of the pipeline."""
+        return self.rank // self.mesh.tp % self.num_replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """Processes that hold the same parameters, `dp * cp`."""
+        return self.mesh.dp * self.mesh.cp
+
+    def at(self, *, stage: int | None = None, replica: int | None = None, tp_rank: int | None = None) -> int:
+        """Return the rank of the process that stands elsewhere in what is given, and here in all else."""
+        stage = self.stage if stage is None else stage
+        replica = self.replica if replica is None else replica
+        tp_rank = self.tp_rank if tp_rank is None else tp_rank
+        return (stage * self.num_replicas + replica) * self.mesh.tp + tp_rank
 
     def name_of(self, rank: int) -> str:
         """Describe a rank for messages."""
-        stage, dp_rank = divmod(rank, self.mesh.dp)
-        return f"stage {stage} of pipeline {dp_rank} (rank {rank})"
+        other = MeshCoordinate(mesh=self.mesh, rank=rank)
+        more = f", cp {other.cp_rank}" if self.mesh.cp > 1 else ""
+        more += f", tp {other.tp_rank}" if self.mesh.tp > 1 else ""
+        return f"stage {other.stage} of pipeline {other.dp_rank}{more} (rank {rank})"
 
 
 def coordinate_of(mesh: Mesh, rank: int) -> MeshCoordinate:
     """Return the coordinate of a global rank; raise if the engine can't run this mesh or rank."""
-    if mesh.tp > 1 or mesh.cp > 1:
-        raise SettingError(
-            f"mesh with tp={mesh.tp} and cp={mesh.cp}; the engine divides neither layers nor slices among GPUs, so "
-            "both must be 1"
-        )
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < mesh.num_gpus:
-        raise SettingError(
-            f"rank={rank!r}; a mesh of dp={mesh.dp} and pp={mesh.pp} has the ranks 0 to {mesh.num_gpus - 1}"
-        )
+        raise SettingError(f"rank={rank!r}; a mesh of {in_axes(mesh)} has the ranks 0 to {mesh.num_gpus - 1}")
     return MeshCoordinate(mesh=mesh, rank=rank)
+
+
+def in_axes(mesh: Mesh) -> str:
+    """Return the axes of a mesh for messages: dp, pp, and the others where they are above 1."""
+    more = [f"{name}={getattr(mesh, name)}" for name in ("cp", "tp") if getattr(mesh, name) > 1]
+    return " x ".join([f"dp={mesh.dp}", f"pp={mesh.pp}", *more])
 
 
 class Group:
@@ -158,27 +186,27 @@ class Groups:
     timeout_s: float
     settle: Callable[[torch.device], None]
     world: Group  # all processes
-    replicas: Group  # this stage's, one per pipeline
+    replicas: Group  # those that hold the same parameters
+    tensor: Group  # those that divide the layers of this stage and replica
     ends: Group | None  # first and last stage of this pipeline; None elsewhere
     channels: dict[tuple[int, int], Group] = field(default_factory=dict)
     """This stage's channels, by pass and receiving chunk; each group is a pair of stages."""
     shared: dict[tuple[int, int], Group] = field(default_factory=dict)
-    """Groups of this stage's ranks that share documents, by first data-parallel rank and count."""
+    """Groups of this stage's ranks that share documents, by first replica and count."""
 
     def peers(self, first: int, count: int) -> Group:
-        """Return the group of neighbouring data-parallel ranks of this stage; the first call creates it.
+        """Return the group of neighbouring replicas of this stage; the first call creates it.
 
         All members must create new groups in the same order, or they deadlock.
         """
         if (first, count) not in self.shared:
-            base = self.coordinate.stage * self.coordinate.mesh.dp
-            ranks = range(base + first, base + first + count)
+            ranks = [self.coordinate.at(replica=replica) for replica in range(first, first + count)]
             self.shared[first, count] = self._open(f"shared {ranks[0]}-{ranks[-1]}", ranks)
         return self.shared[first, count]
 
     def close(self) -> None:
         """Leave all groups; the waiting operations of other processes fail."""
-        groups = [self.world, self.replicas, *self.channels.values(), *self.shared.values()]
+        groups = [self.world, self.replicas, self.tensor, *self.channels.values(), *self.shared.values()]
         for group in [*groups, *([self.ends] if self.ends is not None else [])]:
             group.close()
 
@@ -200,8 +228,10 @@ def open_groups(
     """
     mesh, rank = coordinate.mesh, coordinate.rank
     given = (rank, device, timeout_s, settle)
-    stage = range(coordinate.stage * mesh.dp, (coordinate.stage + 1) * mesh.dp)
-    ends = (coordinate.at(0), coordinate.at(mesh.pp - 1))
+    replicas = [coordinate.at(replica=replica) for replica in range(coordinate.num_replicas)]
+    tensor = [coordinate.at(tp_rank=tp_rank) for tp_rank in range(mesh.tp)]
+    pipeline = [coordinate.at(stage=stage) for stage in range(mesh.pp)]
+    ends = (pipeline[0], pipeline[-1])
     has_ends = mesh.pp > 1 and rank in ends
     groups = Groups(
         coordinate=coordinate,
@@ -210,17 +240,18 @@ def open_groups(
         timeout_s=timeout_s,
         settle=settle,
         world=Group(store, "world", range(mesh.num_gpus), *given),
-        replicas=Group(store, f"replicas {coordinate.stage}", stage, *given),
-        ends=Group(store, f"ends {coordinate.dp_rank}", ends, *given) if has_ends else None,
+        replicas=Group(store, f"replicas {replicas[0]}", replicas, *given),
+        tensor=Group(store, f"tensor {tensor[0]}", tensor, *given),
+        ends=Group(store, f"ends {ends[0]}", ends, *given) if has_ends else None,
     )
     for chunk in range(1, mesh.num_chunks):
-        pair = (coordinate.at((chunk - 1) % mesh.pp), coordinate.at(chunk % mesh.pp))
+        pair = (pipeline[(chunk - 1) % mesh.pp], pipeline[chunk % mesh.pp])
         if rank in pair:
             for kind, receiver in ((FORWARD, chunk), (BACKWARD, chunk - 1)):
-                name = f"channel {kind} {receiver} {coordinate.dp_rank}"
+                name = f"channel {kind} {receiver} {pipeline[0]}"
                 groups.channels[kind, receiver] = Group(store, name, sorted(pair), *given)
     first = torch.zeros(1, device=device)
-    for group in (groups.replicas, groups.ends, groups.world):
+    for group in (groups.replicas, groups.tensor, groups.ends, groups.world):
         if group is not None:
             group.sum(first)
     for (_, receiver), group in groups.channels.items():

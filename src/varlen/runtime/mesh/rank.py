@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
 
 from varlen.attention.kernels import Kernels
 from varlen.cost.memory import Gathered, Saved
@@ -23,7 +22,7 @@ from varlen.plan.check import check_tasks
 from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.chunk import AS_THEY_ARE, StepData
 from varlen.runtime.clock import BytesMeter, Clock
-from varlen.runtime.decoder import DecoderParts, check_model
+from varlen.runtime.decoder import DecoderParts, Vocabulary, check_model
 from varlen.runtime.inputs import StepInputs
 from varlen.runtime.main_grads import step_gradients, unscale
 from varlen.runtime.masters import Masters
@@ -33,9 +32,9 @@ from varlen.runtime.mesh.consistency import agree, batch_fingerprint, fingerprin
 from varlen.runtime.mesh.failures import GRACE_S, Notes, WaitReporter, naming_the_missing, wait_until
 from varlen.runtime.mesh.fsdp import Shards, is_sharded, waiting_at_most
 from varlen.runtime.mesh.gradients import Reduction
-from varlen.runtime.mesh.process_groups import Groups, MeshCoordinate, coordinate_of, open_groups
+from varlen.runtime.mesh.process_groups import Groups, MeshCoordinate, coordinate_of, in_axes, open_groups
 from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, shared_documents
-from varlen.runtime.split import cut_to_stage, stage_dtype
+from varlen.runtime.split import check_division, cut_to_stage, devices_of, divide_layers, stage_dtype
 from varlen.runtime.stage_run import StageRunner
 from varlen.runtime.step import StepRun, check_order, chunk_steps, layers_of
 from varlen.step_plan import Mesh, StepPlan
@@ -95,15 +94,22 @@ class MeshRank:
         self._kernels: Kernels = kernels
         self._dtype: torch.dtype | None = None
         self._groups: Groups | None = None
+        self._partial: list[str] = []
+        """Whole parameters of which each tp rank has a part of the gradient."""
         fault, fingerprint = None, "0" * 64
         with self._ending():
+            device, devices = next(model.parameters()).device, None
+            if mesh.tp > 1:
+                with self._wait_reporter.waiting():
+                    devices = devices_of(mesh, device)["tp"]
             try:
+                check_division(model, devices)
                 check_model(model, kernels)
                 cut = cut_to_stage(model, mesh, self.coordinate.stage)
                 fingerprint, self._is_tied = cut.fingerprint, cut.is_tied and mesh.pp > 1
+                self._partial = divide_layers(model, devices)
             except VarlenError as error:
                 fault = error
-            device = next(model.parameters()).device
             with self._wait_reporter.waiting():
                 self._groups = open_groups(self.coordinate, store, device, self._timeout_s, self._settle)
                 agree(
@@ -140,8 +146,8 @@ class MeshRank:
                     fingerprint_of((keeps_losses, gives_tokens, saved, self._gathered, is_forward_only)),
                 )
                 facts = dict(zip(_FACTS, found))
-                # Stages of one data-parallel rank have the same share.
-                distinct = {"batch": self.coordinate.mesh.dp} if prepared.is_share else {}
+                # All processes of one data-parallel rank have the same share.
+                distinct = {"batch": self._dp_ranks()} if prepared.is_share else {}
             with self._wait_reporter.waiting():
                 agree(groups.world, "step", facts, fault, name_of=self.coordinate.name_of, distinct=distinct)
             assert isinstance(prepared, StepInputs)
@@ -149,7 +155,7 @@ class MeshRank:
                 data = prepared.weighed(groups.replicas.sum)
             with waiting_at_most(self._timeout_s, model):
                 settings = {"keeps_losses": keeps_losses, "saved": saved, "is_forward_only": is_forward_only}
-                run = self._run(model, groups, data, prepared.plan, meter, masters, settings)
+                run = self._run(model, groups, data, prepared.spread, meter, masters, settings)
             with self._wait_reporter.waiting():
                 totals = self._total(groups, run, prepared)
                 if gives_tokens and self.coordinate.stage == self.coordinate.mesh.pp - 1:
@@ -159,14 +165,12 @@ class MeshRank:
     def masters_of(self, model: Any, weights: Mapping[str, torch.Tensor]) -> Masters:
         """Return float32 masters of the stage's parameters; all processes call it if its replicas divide them."""
         with self._ending():
-            groups, mesh = self._open(), self.coordinate.mesh
-            if mesh.sharding != "optimizer" or mesh.dp == 1:
+            groups, mesh, replicas = self._open(), self.coordinate.mesh, self.coordinate.num_replicas
+            if mesh.sharding != "optimizer" or replicas == 1:
                 return Masters(_trained(model), weights)
             with self._wait_reporter.waiting():
-                devices = init_device_mesh(
-                    groups.device.type, (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp")
-                )
-            return Masters(_trained(model), weights, groups.replicas, devices["dp"])
+                devices = devices_of(mesh, groups.device)
+            return Masters(_trained(model), weights, groups.replicas, devices["replicas"])
 
     def publish(self, masters: Masters) -> None:
         """Write masters into the model; all processes do so at once."""
@@ -184,8 +188,8 @@ class MeshRank:
             if self._is_tied and self.coordinate.stage == self.coordinate.mesh.pp - 1:
                 head = model.get_output_embeddings().weight
                 counted = {name: p for name, p in parameters.items() if trained[name] is not head}
-            counts_whole = self.coordinate.dp_rank == 0
-            squares = gradients.squares(counted, groups.device, counts_whole=counts_whole)
+            holders = self.coordinate.num_replicas * self.coordinate.mesh.tp
+            squares = gradients.squares(counted, groups.device, holders)
             with self._wait_reporter.waiting():
                 norm = math.sqrt(float(groups.world.on_host(groups.world.gathered(squares)).sum()))
             gradients.clip(parameters, norm, max_norm)
@@ -216,11 +220,11 @@ class MeshRank:
     def _fault_of(self, model: Any, plan: StepPlan) -> VarlenError | None:
         """Return why a plan can't run here; None if it can."""
         mine, its = self.coordinate.mesh, plan.mesh
-        shapes = [(m.dp, m.pp, m.virtual_stages) for m in (mine, its)]
+        shapes = [(m.dp, m.pp, m.cp, m.tp, m.virtual_stages) for m in (mine, its)]
         if shapes[0] != shapes[1]:
             return PlanError(
-                f"the plan is for (dp, pp, virtual_stages) = {shapes[1]} and the engine's mesh is {shapes[0]}; plan "
-                "the step for the engine's mesh"
+                f"the plan is for (dp, pp, cp, tp, virtual_stages) = {shapes[1]} and the engine's mesh is "
+                f"{shapes[0]}; plan the step for the engine's mesh"
             )
         if is_sharded(model) and self._gathered == "unit" and its.sharding != "parameters" and its.dp > 1:
             return PlanError(
@@ -231,7 +235,7 @@ class MeshRank:
             if plan.num_merged or its.sharding == "parameters":
                 check_tasks(plan)  # shared documents and sharding also make ranks wait for each other
             else:
-                check_order(plan, self.coordinate.dp_rank)
+                check_order(plan, self.coordinate.dp_rank)  # cp ranks run the same tasks in the same order
         except VarlenError as error:
             return error
         return None
@@ -250,7 +254,7 @@ class MeshRank:
         mesh, stage = self.coordinate.mesh, self.coordinate.stage
         is_forward_only = settings["is_forward_only"]
         parameters = {} if is_forward_only else _trained(model)
-        parts = DecoderParts.of(model, self._kernels)
+        parts = self._parts(model, groups)
         shards = self._shards(model, parts, groups, plan) if is_sharded(model) else None
         reduction = Reduction(_alike(parameters, shards, masters), groups.replicas, parts)
         # Communicators of shared documents and of replicas would wait for each other.
@@ -272,7 +276,7 @@ class MeshRank:
                 )
                 runner = StageRunner(
                     plan,
-                    self.coordinate.dp_rank,
+                    self.coordinate.replica,
                     stage,
                     chunks,
                     channels,
@@ -294,6 +298,21 @@ class MeshRank:
             kernels=parts.kernels,
         )
 
+    def _parts(self, model: Any, groups: Groups) -> DecoderParts:
+        """Return the stage taken apart, with what tp ranks add up."""
+        parts, tensor = DecoderParts.of(model, self._kernels), groups.tensor
+        if tensor.size == 1:
+            return parts
+        add, most = (self._waiting_for(each) for each in (tensor.sum, tensor.most))
+        return replace(parts, vocabulary=Vocabulary(rank=tensor.index, size=tensor.size, add=add, most=most))
+
+    def _waiting_for(self, collective: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        def run(tensor: torch.Tensor) -> None:
+            with self._wait_reporter.waiting():
+                collective(tensor)
+
+        return run
+
     def _settle(self, device: torch.device) -> None:
         """On CUDA, wait for queued work; the wait ends if another process has ended."""
         if device.type == "cuda":
@@ -308,7 +327,7 @@ class MeshRank:
 
     def _shared(self, groups: Groups, plan: StepPlan) -> dict[int, SharedDocument]:
         """Return the documents of a plan that this process shares with others of its stage."""
-        rank = self.coordinate.dp_rank
+        rank = self.coordinate.replica
         with self._wait_reporter.waiting():
             peers = peers_of(plan, rank, groups.peers, self._wait_reporter.waiting)
         return shared_documents(plan, rank, peers, groups.device)
@@ -333,6 +352,7 @@ class MeshRank:
         if shards is not None:
             shards.finish()
         reduction.finish()
+        gradients.sum_partial([model.get_parameter(name) for name in self._partial], groups.tensor)
         unscale(_trained(model).values(), scale)
         if self._is_tied and groups.ends is not None:
             is_first = self.coordinate.stage == 0
@@ -341,6 +361,11 @@ class MeshRank:
         if masters is not None:
             masters.collect()
 
+    def _dp_ranks(self) -> list[int]:
+        """Return the data-parallel rank of each process."""
+        mesh = self.coordinate.mesh
+        return [MeshCoordinate(mesh=mesh, rank=rank).dp_rank for rank in range(mesh.num_gpus)]
+
     def _of_tokens(self, groups: Groups, run: StepRun, inputs: StepInputs) -> torch.Tensor:
         """Return the losses of all tokens of the documents held here, whichever replica computed them."""
         assert run.token_losses is not None
@@ -348,19 +373,22 @@ class MeshRank:
         if not inputs.is_share:
             groups.replicas.sum(losses)
             return losses
-        for document, shared in self._shared(groups, inputs.plan).items():
+        for document, shared in self._shared(groups, inputs.spread).items():
             rows = slice(*inputs.data.offsets[document : document + 2].tolist())
             losses[rows] = shared.peers.all_gather(losses[rows]).sum(0)
         return losses
 
     def _total(self, groups: Groups, run: StepRun, inputs: StepInputs) -> Totals:
         peak = int(run.task_runs[0].peak_bytes.max(initial=0))
+        is_first = self.coordinate.tp_rank == 0  # all tp ranks have the same losses
         targets = inputs.num_targets if self.coordinate.stage == 0 else 0
-        mine = torch.tensor([run.loss, peak, targets], dtype=torch.float64, device=groups.device)
+        counted = [run.loss * is_first, peak, targets * is_first]
+        mine = torch.tensor(counted, dtype=torch.float64, device=groups.device)
         every = groups.world.on_host(groups.world.gathered(mine))
         losses = None
         if run.token_losses is not None:
             losses = inputs.losses_by_document(run.token_losses, is_counted=self.coordinate.stage == 0)
+            losses *= is_first
             groups.world.sum(losses)
         return Totals(
             loss=float(every[:, 0].sum()),
@@ -432,8 +460,8 @@ def _engine_store(coordinate: MeshCoordinate) -> Any:
     if dist.get_world_size() != mesh.num_gpus or dist.get_rank() != coordinate.rank:
         raise SettingError(
             f"this is process {dist.get_rank()} of {dist.get_world_size():,}, and the engine was given rank "
-            f"{coordinate.rank} of dp={mesh.dp} x pp={mesh.pp} = {mesh.num_gpus:,}; start as many processes as the "
-            "mesh has GPUs, and give each its own rank"
+            f"{coordinate.rank} of {in_axes(mesh)} = {mesh.num_gpus:,}; start as many processes as the mesh has "
+            "GPUs, and give each its own rank"
         )
     from torch.distributed.distributed_c10d import _get_default_store
 
