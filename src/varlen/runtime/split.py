@@ -6,6 +6,7 @@ checkpoints of all stages together are that of the model.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,7 @@ import torch
 from torch import nn
 
 from varlen.errors import ModelError, PlanError
-from varlen.runtime.decoder import DecoderParts
-from varlen.runtime.mesh.consistency import model_fingerprint
+from varlen.runtime.decoder import DecoderParts, attention_of, set_attention
 from varlen.runtime.step import layers_of
 from varlen.step_plan import Mesh
 
@@ -51,6 +51,12 @@ class Elsewhere(nn.Module):
         )
 
 
+def model_fingerprint(model: Any) -> str:
+    """Return 64 hexadecimal digits that models share whose parameters have the same names, shapes and dtypes."""
+    parameters = sorted(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters())
+    return hashlib.sha256("\n".join(parameters).encode()).hexdigest()
+
+
 def cut_of(model: Any) -> Cut | None:
     """Return how a model was cut; None for a whole one."""
     return next((module.cut for module in model.modules() if isinstance(module, Elsewhere)), None)
@@ -74,9 +80,9 @@ def cut_to_stage(model: Any, mesh: Mesh, stage: int) -> Cut:
                 f"virtual_stages={mesh.virtual_stages} needs the whole model again"
             )
         return before
-    attention = model.config._attn_implementation
+    attention = attention_of(model)
     parts = DecoderParts.of(model)
-    model.set_attn_implementation(attention)
+    set_attention(model, attention)
     check_cut(model, parts, mesh)
     cut = Cut(
         mesh=mesh,

@@ -20,10 +20,10 @@ from torch.distributed import HashStore
 import varlen as vl
 from varlen.errors import DeadlockError, ModelError, PlanError, SettingError
 from varlen.runtime.chunk import StepData
-from varlen.runtime.mesh.consistency import batch_fingerprint
 from varlen.runtime.mesh.failures import Notes, PeerLostError, WaitReporter, naming_the_missing, wait_until
 from varlen.runtime.mesh.gradients import buckets, clip
 from varlen.runtime.mesh.process_groups import coordinate_of
+from varlen.runtime.mesh.rank import batch_fingerprint
 from varlen.runtime.split import Elsewhere, cut_to_stage
 from varlen.runtime.step import check_order
 from varlen.step_plan import BACKWARD, FORWARD

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,18 +25,18 @@ from varlen.plan.check import check_tasks
 from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.chunk import AS_THEY_ARE, StepData
 from varlen.runtime.clock import BytesMeter, Clock
-from varlen.runtime.decoder import DecoderParts, check_model
+from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.inputs import StepInputs
 from varlen.runtime.main_grads import step_gradients, unscale
 from varlen.runtime.masters import Masters
 from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.channels import Channels
-from varlen.runtime.mesh.consistency import agree, batch_fingerprint, fingerprint_of
 from varlen.runtime.mesh.failures import GRACE_S, Notes, WaitReporter, naming_the_missing, wait_until
 from varlen.runtime.mesh.fsdp import Shards, is_sharded, waiting_at_most
 from varlen.runtime.mesh.gradients import Reduction
-from varlen.runtime.mesh.process_groups import Groups, MeshCoordinate, coordinate_of, open_groups
+from varlen.runtime.mesh.process_groups import Group, Groups, MeshCoordinate, coordinate_of, open_groups
 from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, shared_documents
+from varlen.runtime.probe import admit
 from varlen.runtime.split import cut_to_stage, stage_dtype
 from varlen.runtime.stage_run import StageRunner
 from varlen.runtime.step import StepRun, check_order, chunk_steps, layers_of
@@ -98,7 +100,7 @@ class MeshRank:
         fault, fingerprint = None, "0" * 64
         with self._ending():
             try:
-                check_model(model, kernels)
+                admit(model, kernels)
                 cut = cut_to_stage(model, mesh, self.coordinate.stage)
                 fingerprint, self._is_tied = cut.fingerprint, cut.is_tied and mesh.pp > 1
             except VarlenError as error:
@@ -438,3 +440,66 @@ def _engine_store(coordinate: MeshCoordinate) -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return PrefixStore(f"varlen engine {number}", _get_default_store())
+
+
+# `agree`: all ranks have the same model, once, and the same plan and batch, before each step's first message.
+
+_DIGITS = 12  # hexadecimal digits of a fingerprint in messages
+
+
+def batch_fingerprint(data: StepData) -> str:
+    """Return 64 hexadecimal digits that batches share with the same documents, labels and weights.
+
+    Cost: a copy to the host and some 25 ms for a million tokens.
+    """
+    digest = hashlib.sha256(np.ascontiguousarray(data.offsets, np.int64).tobytes())
+    for tensor in (data.input_ids, data.labels):
+        digest.update(tensor.to(torch.int32).cpu().numpy().tobytes())
+    digest.update(data.weights.to(torch.float64).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def fingerprint_of(value: object) -> str:
+    """Return 64 hexadecimal digits that values of equal `repr` share."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def agree(
+    group: Group,
+    what: str,
+    facts: Mapping[str, str],
+    fault: VarlenError | None = None,
+    *,
+    name_of: Callable[[int], str] = str,
+    distinct: Mapping[str, int] | None = None,
+) -> None:
+    """Require that all ranks have the same fingerprints, and that none has failed; else raise the same error on all.
+
+    Args:
+        what: that ranks have and may refuse, for the message: "model", "step".
+        distinct: by fact, how many different ones there may be: ranks r and r + number have the same.
+    """
+    mine = bytes.fromhex("".join(facts.values()))
+    sent = torch.tensor([fault is not None, *mine], dtype=torch.uint8, device=group.device)
+    gathered = group.on_host(group.gathered(sent))
+    if fault is not None:
+        raise fault
+    failed = gathered[:, 0].nonzero().flatten().tolist()
+    if failed:
+        raise VarlenError(
+            f"{name_of(failed[0])} refused the {what} ({len(failed)} of {group.size} did); its own error says why"
+        )
+    for number, name in enumerate(facts):
+        rows = gathered[:, 1 + 32 * number : 33 + 32 * number].tolist()
+        seen = [bytes(row).hex()[:_DIGITS] for row in rows]
+        apart = (distinct or {}).get(name, 1)
+        for first in range(apart):
+            ranks = range(first, group.size, apart)
+            usual, count = Counter(seen[rank] for rank in ranks).most_common(1)[0]
+            others = [rank for rank in ranks if seen[rank] != usual]
+            if others:
+                raise PlanError(
+                    f"{name_of(others[0])} has the {name} {seen[others[0]]}…, and {count} of {len(ranks)} ranks have "
+                    f"{usual}… ({len(others)} differ: {', '.join(map(str, others[:8]))}); give all ranks the same "
+                    f"{name}"
+                )
