@@ -456,12 +456,12 @@ def check_family(model: Any) -> str:
     named = f" ({sum(kind in foreign for kind in kinds)} of kind {', '.join(foreign)})" if foreign else ""
     if foreign and not any(kind in MASKLESS_KINDS or "hybrid" in kind for kind in foreign):
         raise ModelError(
-            f"slices don't run {name} models: some of their layers{named} select or compress the tokens that they "
-            "attend to, which the attention of slices doesn't compute; train them unsliced"
+            f"slices don't run {name} models: some of their layers select or compress the tokens that they attend "
+            f"to{named}, which the attention of slices doesn't compute; train them unsliced"
         )
     if family.is_recurrent or foreign or getattr(model, "_is_stateful", False):
         raise ModelError(
-            f"slices don't run {name} models: some of their layers{named} carry a state from token to token, and a "
+            f"slices don't run {name} models: some of their layers carry a state from token to token{named}, and a "
             'slice keeps keys and values alone; train them unsliced, or cut their documents with overlong="split"'
         )
     if family.has_own_attention:

@@ -91,7 +91,11 @@ def _fault(kind: Any, smalls: list[Any]) -> str | None:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Compute with gradients, in full precision, on the CPU, and leave random numbers as they are."""
+    """Compute with gradients, in full precision, on the CPU, and leave random numbers as they are.
+
+    By one thread: matrices are small, and the ranks of a machine do the same at once.
+    """
+    threads = torch.get_num_threads()
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -100,7 +104,11 @@ def _apart() -> Iterator[None]:
         torch.random.fork_rng(devices=[]),
     ):
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed GPUs too
-        yield
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 # The small model.
@@ -111,7 +119,7 @@ _SIZES = {
     for names, size in {
         "vocab_size vocab_size_per_layer_input": 96,
         "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
-        "num_experts_per_tok num_experts_per_token moe_topk top_k moe_k": 2,
+        "num_experts_per_tok num_experts_per_token moe_topk top_k top_k_experts moe_k": 2,
         "n_group topk_group num_expert_group": 1,
         "kv_lora_rank q_lora_rank": 16,
         "sliding_window sliding_window_size window_size": 5,
@@ -137,7 +145,10 @@ _SHRUNK = ("all", "all but heads and width")
 def _small_config(model: Any, level: int) -> Any:
     """Return a copy of a model's config for a small model with the same kinds of layers."""
     config = copy.deepcopy(model.config)
-    text, own = config.get_text_config(), decoder_of(model).config
+    text, own = config.get_text_config(), copy.deepcopy(decoder_of(model).config)
+    overrides = own.to_dict().get("per_layer_config")
+    for each in (text, own) if overrides else ():
+        each.allow_global_per_layer_attribute_access = True
     for name in getattr(config, "sub_configs", None) or ():
         part = getattr(config, name, None)
         if part is not None and part is not text:
@@ -153,6 +164,12 @@ def _small_config(model: Any, level: int) -> Any:
     if isinstance(rope := getattr(own, "rope_parameters", None), dict):
         lists["rope_parameters"] = _short_rope(rope)
     _set(text, {"num_hidden_layers": depth, **lists, **sizes, **inner, **heads, **tokens})
+    if overrides:
+        text.per_layer_config = {
+            int(layer): {name: min(value, heads.get(name, value)) for name, value in override.items()}
+            for layer, override in overrides.items()
+            if int(layer) < depth
+        }
     for each in {id(x): x for x in (config, text)}.values():
         vars(each).pop("quantization_config", None)
         each._attn_implementation = "eager"
