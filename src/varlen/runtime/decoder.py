@@ -361,6 +361,7 @@ def set_attention(model: Any, name: str) -> None:
 
 def check_model(model: Any, kernels: Kernels) -> None:
     """Refuse a model that isn't run in slices, by looking at it, and leave it as it is."""
+    check_wrappers(model)
     check_family(model)
     before = attention_of(model)
     DecoderParts.of(model, kernels)
@@ -469,7 +470,12 @@ def check_family(model: Any) -> str:
             f"slices don't run {name} models: their attention computes its own scores, or their layers don't pass "
             "their arguments to it, so no function of transformers' registry can take its place; train them unsliced"
         )
-    return name
+    if not hasattr(model, "get_decoder"):
+        raise ModelError(
+            f"slices don't run {name} models: they have no get_decoder, which models of transformers for causal "
+            "language have; give such a model"
+        )
+    return str(name)
 
 
 _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", *SINGLE_TOKENS)
