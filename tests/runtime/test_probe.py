@@ -156,7 +156,7 @@ def test_a_class_of_unknown_type_with_plain_layers_has_the_gradients_of_its_uncu
         ),
         (
             Doubled,
-            "the embedding of this someone_elses model is a .*DoubledEmbedding|gradient of model.embed_tokens",
+            "the gradient of model.embed_tokens.weight of a small one in slices is off by 0.5 of its size",
         ),
         (
             Halved,
@@ -164,7 +164,7 @@ def test_a_class_of_unknown_type_with_plain_layers_has_the_gradients_of_its_uncu
         ),
         (
             Summed,
-            r"model.*more.weight of this someone_elses model \(2 such parameters\)|more.weight of this someone",
+            r"^more.weight of this someone_elses model \(2 such parameters\) belongs to neither its embedding",
         ),
     ],
 )
