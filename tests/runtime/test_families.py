@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from tests.support import tiny_families
 from tests.support.distances import largest
 from tests.support.rarely import examples
 from tests.support.sliced import Slice, one_gpu_plan, plans, take_gradients, tiny, tokens_of, uncut
-from tests.support.tiny_families import SETTINGS, Wide, family
+from tests.support.tiny_families import SETTINGS, VISION, Wide, family, with_vision
 
 import varlen as vl
 from varlen.attention.rules import LayerRules
@@ -21,7 +22,7 @@ from varlen.model_families import FAMILIES
 from varlen.runtime import casting
 from varlen.runtime.attention import slice_attention
 from varlen.runtime.clock import TrackedBytes
-from varlen.runtime.decoder import HEAD_ROWS, SLICED, DecoderParts, Logits
+from varlen.runtime.decoder import HEAD_ROWS, DecoderParts, Logits
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache
 from varlen.runtime.step import run_step
 from varlen.step_plan import StepPlan
@@ -49,7 +50,7 @@ FORWARD: list[list[Slice]] = [[(0, 0, 13)], [(0, 13, 21), (1, 0, 7)], [(0, 21, 3
 BACKWARD: list[list[Slice]] = [[(3, 0, 4), (1, 3, 7), (0, 17, 30)], [(2, 0, 1), (1, 0, 3), (0, 0, 17)]]
 
 
-@pytest.mark.parametrize("name", SLICED)
+@pytest.mark.parametrize("name", tiny_families.FAMILIES)
 def test_a_family_in_slices_has_the_gradients_of_its_uncut_model(name):
     with Wide():
         model = family(name)
@@ -58,7 +59,26 @@ def test_a_family_in_slices_has_the_gradients_of_its_uncut_model(name):
         assert off(model, LENGTHS, cut_apart) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", VISION)
+def test_the_text_of_a_model_with_a_vision_tower_has_the_gradients_of_its_uncut_model(name):
+    with Wide():
+        model = with_vision(name)
+        assert off(model, LENGTHS, one_gpu_plan(LENGTHS, FORWARD, BACKWARD, recompute="full")) < 1e-12
+
+
+def test_a_vision_tower_that_learns_is_refused_and_told_what_to_do():
+    model = with_vision("gemma3").requires_grad_(True)
+
+    with pytest.raises(
+        ModelError, match=r"vision_tower.* stands outside .*freeze it by requires_grad_\(False\)"
+    ):
+        DecoderParts.of(model)
+    assert model.model.vision_tower.config._attn_implementation != "varlen_slices"
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "deepseek_v3", "llama4_text"]
+)
 @given(case=plans())
 @examples(3, 6)
 def test_any_cut_of_either_pass_gives_a_family_the_same_gradients(name, case):
@@ -151,18 +171,13 @@ def test_few_logits_are_there_at_once_whatever_becomes_of_them(name, rows):
     assert meter.peak < 1.3 * rows * vocabulary * 4 * buffers
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, *OWN_ATTENTION, "unheard_of"])
+@pytest.mark.parametrize("name", [*RECURRENT, *OWN_ATTENTION])
 def test_other_families_are_refused_by_name_and_told_why(name):
     model = SimpleNamespace(config=SimpleNamespace(model_type=name))
     reason = {
         True: "carry a state from token to token",
         False: "so no function of transformers' registry can take its place",
     }[name in RECURRENT]
-    reason = (
-        "aren't known to mix tokens in their attention alone; they run apertus, "
-        if name == "unheard_of"
-        else reason
-    )
 
     with pytest.raises(ModelError, match=f"^slices don't run {name} models.*{reason}"):
         DecoderParts.of(model)

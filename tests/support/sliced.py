@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from varlen.runtime.main_grads import gradient, is_narrow
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
@@ -28,6 +28,8 @@ SIZES = {
 def tiny(family: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, **settings})
+    if family == "mistral4":  # transformers has it in no list of causal models
+        return Mistral4ForCausalLM._from_config(config, dtype=dtype).train()  # type: ignore[no-untyped-call]
     return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 

@@ -3,9 +3,10 @@
 from typing import Any
 
 import torch
-from tests.support.sliced import tiny
+import transformers
+from tests.support.sliced import SIZES, tiny
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 EXPERTS = {
@@ -28,6 +29,17 @@ LATENT = {
 }
 
 
+SCALED = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 7,
+        "llama_4_scaling_beta": 0.4,
+    },
+}
+"""Queries that grow with their positions, from the 7th on."""
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.3},
     "cohere2": {"logit_scale": 0.3, **BOTH},
@@ -45,9 +57,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 0.9, **BOTH},
     "gemma3_text": {"head_dim": 8, "final_logit_softcapping": 0.9, **BOTH},
+    "gemma4_text": {
+        **{"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+        **{"moe_intermediate_size": 24, "final_logit_softcapping": 0.9, "experts_implementation": "eager"},
+        **BOTH,
+    },
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
     "glm4_moe": {**EXPERTS, **GROUPED_EXPERTS, "head_dim": 8},
+    "glm4_moe_lite": {**LATENT, **EXPERTS, **GROUPED_EXPERTS, "mlp_layer_types": ["dense", "sparse"]},
     "gpt_neox": {"num_key_value_heads": 4},
     "gpt_oss": {**LOCAL_EXPERTS, **BOTH, "head_dim": 8},
     "granite": {
@@ -59,8 +78,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "granitemoe": {**LOCAL_EXPERTS, "embedding_multiplier": 3.0, "logits_scaling": 0.7},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
+    "llama4_text": {
+        **{
+            "head_dim": 8,
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 24,
+            "interleave_moe_layer_step": 2,
+        },
+        **{
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0],
+            "floor_scale": 3,
+        },
+        **LOCAL_EXPERTS,
+    },
+    "minimax_m2": {**LOCAL_EXPERTS, "head_dim": 8},
     "ministral": {"head_dim": 8, **BOTH},
+    "ministral3": {"head_dim": 8, "sliding_window": 9, "rope_parameters": SCALED},
     "mistral": {"sliding_window": 9},
+    "mistral4": {**LATENT, **EXPERTS, **GROUPED_EXPERTS, "rope_parameters": SCALED},
     "mixtral": {**LOCAL_EXPERTS, "sliding_window": 7},
     "olmo3": BOTH,
     "olmoe": EXPERTS,
@@ -76,6 +112,60 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "youtu": LATENT,
 }
 """What makes a tiny model of each family use all that sets it apart."""
+
+FAMILIES = (
+    *(
+        "apertus",
+        "arcee",
+        "cohere",
+        "cohere2",
+        "cwm",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5",
+        "exaone4",
+        "flex_olmo",
+    ),
+    *(
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "gpt_neox",
+        "gpt_oss",
+        "granite",
+        "granitemoe",
+    ),
+    *(
+        "helium",
+        "hunyuan_v1_dense",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+    ),
+    *(
+        "persimmon",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+    ),
+    *("vaultgemma", "youtu"),
+    *("gemma4_text", "glm4_moe_lite", "llama4_text", "minimax_m2", "ministral3", "mistral4"),
+)
+"""Families that are held to their uncut models; others are admitted by the same look and probe."""
 
 
 class Wide(TorchFunctionMode):
@@ -129,3 +219,40 @@ def by_scores(
 
 AttentionInterface.register("by_scores", by_scores)
 AttentionMaskInterface.register("by_scores", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+TOWER = {
+    **{
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "depth": 1,
+    },
+    **{"image_size": 16, "patch_size": 8, "num_heads": 2},
+}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("Gemma3ForConditionalGeneration", SETTINGS["gemma3_text"], TOWER),
+    "llama4": ("Llama4ForConditionalGeneration", SETTINGS["llama4_text"], TOWER),
+    "mistral3": ("Mistral3ForConditionalGeneration", {"head_dim": 8}, TOWER),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", {"rope_parameters": SECTIONS}, TOWER),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {"head_dim": 8, "rope_parameters": SECTIONS},
+        {**TOWER, "deepstack_visual_indexes": [0]},
+    ),
+}
+"""By family with a vision tower: its class, and settings of its text and of its tower."""
+
+
+def with_vision(name: str) -> Any:
+    """A tiny model with a vision tower and random weights, none of which learn outside of its language model."""
+    kind, text, tower = VISION[name]
+    given = {"text_config": {**SIZES, **text}, "vision_config": tower}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(name, **given, experts_implementation="eager")
+        model = getattr(transformers, kind)._from_config(config, dtype=torch.float64).train()
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_("language_model" in path or "lm_head" in path)
+            parameter.data += 0.2 * torch.randn(parameter.shape, dtype=torch.float64)
+    return model

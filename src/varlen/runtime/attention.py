@@ -72,9 +72,40 @@ def slice_attention(
             f"{name} passes dropout={rules.dropout}, which the attention of slices doesn't compute"
         )
     query, key, value = lowered(query), lowered(key), lowered(value)
+    slices = chunked(slices, width) if (width := chunk_width(module)) else slices
     with uncast(query):
         out = attend(query, key, value, slices, layer=layer, rules=rules, sinks=s_aux, choice=choice)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
+
+
+def chunk_width(layer: Any) -> int:
+    """Return into how many tokens each a layer's attention cuts documents (Llama 4); 0 where it doesn't."""
+    config: Any = getattr(layer, "config", None)
+    index = getattr(layer, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    return (
+        int(config.attention_chunk_size)
+        if kinds and index is not None and kinds[index] == "chunked_attention"
+        else 0
+    )
+
+
+def chunked(slices: Sequence[CachedSlice], width: int) -> list[CachedSlice]:
+    """Cut slices where a layer's chunks begin: each chunk is a document of its own there, with its own cache."""
+    if any(piece.own_rows is not None for piece in slices):
+        raise ModelError(
+            f"layers with chunks of {width:,} tokens don't attend to documents that ranks share; plan with "
+            "Search(merges=False)"
+        )
+    return [
+        CachedSlice(
+            cache=piece.cache.chunk(first, width),
+            start=max(piece.start - first, 0),
+            stop=min(piece.stop - first, width),
+        )
+        for piece in slices
+        for first in range(piece.start - piece.start % width, piece.stop, width)
+    ]
 
 
 def attend(

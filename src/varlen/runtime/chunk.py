@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from varlen.cost.memory import LAYERS_ON_DEVICE, Saved
 from varlen.errors import PlanError
+from varlen.runtime.attention import chunk_width
 from varlen.runtime.casting import lowered, uncast, ungraphed
 from varlen.runtime.decoder import EMBEDDING, DecoderParts, Positions
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache, HostCache, HostLink, HostRows, RowStack, Visit
@@ -146,6 +147,13 @@ class ChunkStep:
         """What goes into the layers that are computed again, where it is made again too, last to be used first."""
         self._is_selective = is_selective
         is_far = offload == "kv" and len(layers) > LAYERS_ON_DEVICE
+        if is_far and any(
+            chunk_width(module) for layer in layers for module in parts.layers[layer].modules()
+        ):
+            raise PlanError(
+                'offload="kv" sends keys and values of whole documents, and this model has layers that attend within '
+                'chunks (attention_chunk_size); choose offload="none"'
+            )
         self._link = HostLink(data.input_ids.device) if is_far else None
         self._rows_are_far = is_far and saved == "stage"
         self._documents: dict[int, _Document] = {}

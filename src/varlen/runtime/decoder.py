@@ -1,13 +1,17 @@
-"""`DecoderParts`: a decoder of a known family taken apart at its layers, so that a stage runs some of them on rows.
+"""`DecoderParts`: a decoder taken apart at its layers, so that a stage runs some of them on rows.
 
-The model stays as it is: its own modules are called with its own arguments, in the order of its own forward.
+The model stays as it is: its own modules are called with its own arguments, in the order of its own forward. Its
+parts are found by looking at it, whatever its family; `probe` proves that they are all that it computes.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from varlen.attention.choice import KernelChoice, check_kernels
 from varlen.attention.kernels import Kernels, on_device
-from varlen.attention.rules import rotary_settings
+from varlen.attention.rules import MASKLESS_KINDS, SINGLE_TOKENS, rotary_settings
 from varlen.cost.memory import LOGIT_ROWS
 from varlen.counts import many
 from varlen.errors import ModelError
-from varlen.model_families import FAMILIES, UNKNOWN, Sliced
+from varlen.model_families import FAMILIES, UNKNOWN
 from varlen.runtime.attention import register
 from varlen.runtime.casting import uncast, ungraphed
 from varlen.runtime.kv_cache import CachedSlice
@@ -70,6 +74,21 @@ class Logits(NamedTuple):
 AS_GIVEN = Logits()
 
 
+class _Before:
+    """Answers layers that ask a cache how many tokens came before their rows, and keeps nothing."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self._before = ids[0] - torch.arange(ids.shape[1], device=ids.device)
+
+    def get_seq_length(self, *_: Any) -> torch.Tensor:
+        """Return what each row's number is short of its position, int64 `[rows]`."""
+        return self._before
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values as they are: the attention of slices keeps them."""
+        return key, value
+
+
 class _Softmax(NamedTuple):
     """The softmax of some rows over the vocabulary."""
 
@@ -99,42 +118,19 @@ class DecoderParts:
     logits: Logits = AS_GIVEN
     vocabulary: Vocabulary | None = None
     """How tp ranks divide embedding and head; None where this process has them whole."""
+    counts_tokens: bool = False
+    """Whether layers ask a cache how many tokens came before, and take no positions for it (Llama 4)."""
 
     @classmethod
     def of(cls, model: Any, kernels: Kernels = "auto") -> DecoderParts:
         """Take a model apart, and set its attention to that of slices."""
         check_kernels(kernels)
         check_wrappers(model)
-        name, family = family_of(model)
+        name = check_family(model)
         check_settings(name, model)
-        head = model.get_output_embeddings()
-        if head is None:
-            raise ModelError(
-                f"{type(model).__name__} has no language-model head; give a model for causal language"
-            )
-        decoder, config = model.get_decoder(), model.config
-        embedding = getattr(decoder, family.embedding)
-        check_ends(name, model, embedding, head)
-        model.set_attn_implementation(register())
-        layers = tuple(decoder.layers)[: config.num_hidden_layers]
-        factor = float(getattr(config, family.logit_factor)) if family.logit_factor else 1.0
-        if family.logit_divisor:
-            factor /= float(getattr(config, family.logit_divisor))
-        parts = cls(
-            embedding=embedding,
-            layers=layers,
-            rotary=decoder.rotary_emb,
-            norm=getattr(decoder, family.norm),
-            head=head,
-            head_is_plain=is_plain(head),
-            kernels=KernelChoice(kernels),
-            rotary_types=tuple(config.layer_types[: len(layers)]) if family.rotary == "by_layer_type" else (),
-            by_length=rope_by_length(config),
-            embedding_factor=float(getattr(config, family.embedding_factor))
-            if family.embedding_factor
-            else 1.0,
-            logits=Logits(factor, getattr(config, family.logit_cap) if family.logit_cap else None),
-        )
+        parts = _parts_of(name, model, kernels)
+        check_ends(name, model, parts.embedding, parts.head)
+        set_attention(model, register())
         if parts.by_length:
             # The first call copies a table to the device, for which a step would wait.
             like = torch.empty(1, device=next(parts.rotary.buffers()).device)
@@ -171,21 +167,19 @@ class DecoderParts:
 
     def _rotated(
         self, ids: torch.Tensor, ends: Sequence[tuple[int, int]], like: torch.Tensor, *kind: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines of positions, `[1, rows, dim]`.
+    ) -> Any:
+        """Return what the rotary module gives for positions: cosines and sines, each `[1, rows, dim]`, or one tensor.
 
         Where they depend on how long a text is, each slice shows the last position of its document too.
         """
         if not ends:
-            cosines, sines = self.rotary(like, ids, *kind)
-            return cosines, sines
+            return self.rotary(like, ids, *kind)
         made, row = [], 0
         for rows, length in ends:
             with_end = torch.cat([ids[:, row : row + rows], ids.new_full((1, 1), length - 1)], 1)
             made.append([x[:, :-1] for x in self.rotary(like, with_end, *kind)])
             row += rows
-        cosines, sines = (torch.cat(each, 1) for each in zip(*made))
-        return cosines, sines
+        return tuple(torch.cat(each, 1) for each in zip(*made))
 
     def run_layer(
         self,
@@ -200,6 +194,7 @@ class DecoderParts:
             hidden: `[1, rows, hidden]`.
         """
         rotated = positions.embeddings
+        more = {"past_key_values": _Before(positions.ids)} if self.counts_tokens else {}
         out = self.layers[layer](
             hidden,
             attention_mask=None,
@@ -208,6 +203,7 @@ class DecoderParts:
             use_cache=False,
             slices=slices,
             choice=self.kernels,
+            **more,
         )
         return out if isinstance(out, torch.Tensor) else out[0]
 
@@ -400,11 +396,41 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True
 
 
+def decoder_of(model: Any) -> Any:
+    """Return the module with the layers that text runs through: of a vision model, its language model's."""
+    decoder = model.get_decoder()
+    while (inner := decoder.get_decoder() if hasattr(decoder, "get_decoder") else decoder) is not decoder:
+        decoder = inner
+    if isinstance(model, nn.Module) and not _has_layers(decoder):  # Llama 4's own answer is itself
+        whole: Any = model
+        config = whole.config.get_text_config()
+        decoder = next(
+            (m for m in model.modules() if _has_layers(m) and getattr(m, "config", None) is config), decoder
+        )
+    return decoder
+
+
+def _has_layers(module: Any) -> bool:
+    return any(isinstance(child, nn.ModuleList) for child in module.children())
+
+
+def attention_of(model: Any) -> str:
+    """Return the name of the attention that a model's text is run with."""
+    return str(decoder_of(model).config._attn_implementation)
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Run a model's text with another attention; vision towers keep theirs."""
+    decoder_of(model).set_attn_implementation(name)
+
+
 def check_model(model: Any, kernels: Kernels) -> None:
-    """Refuse a model that isn't run in slices, and leave it as it is."""
-    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    """Refuse a model that isn't run in slices, by looking at it, and leave it as it is."""
+    check_wrappers(model)
+    check_family(model)
+    before = attention_of(model)
     DecoderParts.of(model, kernels)
-    model.set_attn_implementation(before)
+    set_attention(model, before)
 
 
 # `check_ends`: whether a model's embedding and head are only their weights.
@@ -420,13 +446,14 @@ def check_ends(name: str, model: Any, embedding: Any, head: Any) -> None:
     """Refuse what a step would pass by: adapters and hooks at the embedding, and what learns outside the decoder."""
     if next(embedding.parameters(), None) is not None:
         _check_embedding(name, embedding)
-    inside = {id(p) for part in (model.get_decoder(), head) for p in part.parameters()}
+    inside = {id(p) for part in (decoder_of(model), head) for p in part.parameters()}
     outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
     if outside:
         raise ModelError(
             f"{outside[0]} stands outside of this {name} model's decoder and head "
             f"({many(len(outside), 'parameter that learns does', 'parameters that learn do')}), and slices run these "
-            "alone, so it would have no gradient; freeze it by requires_grad_(False), or train the model unsliced"
+            "alone, so it would have no gradient; freeze it by requires_grad_(False) (a vision tower has nothing to "
+            "learn from text), or train the model unsliced"
         )
     stepped = [n for n, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     if stepped:
@@ -478,41 +505,149 @@ def _check_embedding(name: str, embedding: Any) -> None:
         )
 
 
-# The families of transformers models that run in slices: what each does around its layers, and which are refused.
+# What a model computes around its layers, found by looking at its modules, its config and the names in its code.
 #
-# Layers run as they are, whatever the family does inside them. A step needs to know how ids become the input of the
-# first layer, which rotary positions each layer gets, and what happens to the head's output.
-
-SLICED = {name: row.sliced for name, row in FAMILIES.items() if row.sliced is not None}
-"""Families that run in slices; each is tested against its uncut model."""
+# Layers run as they are, whatever they do inside. A step needs to know how ids become the input of the first layer,
+# which rotary positions each layer gets, and what happens to the head's output.
 
 
-def family_of(model: Any) -> tuple[str, Sliced]:
-    """Return what a model's family does around its layers, and its name."""
-    name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if name in SLICED:
-        return name, SLICED[name]
+def check_family(model: Any) -> str:
+    """Refuse a model whose layers are known to do what slices can't; return the name of its family."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    name = getattr(text, "model_type", None) or type(model).__name__
     family = FAMILIES.get(name, UNKNOWN)
-    if family.is_recurrent:
+    kinds = getattr(text, "layer_types", None) or ()
+    foreign = [kind for kind in dict.fromkeys(kinds) if kind not in _ATTENDING]
+    named = f" ({sum(kind in foreign for kind in kinds)} of kind {', '.join(foreign)})" if foreign else ""
+    if foreign and not any(kind in MASKLESS_KINDS or "hybrid" in kind for kind in foreign):
         raise ModelError(
-            f"slices don't run {name} models: some of their layers carry a state from token to token, and a slice "
-            'keeps keys and values alone; train them unsliced, or cut their documents with overlong="split"'
+            f"slices don't run {name} models: some of their layers select or compress the tokens that they attend "
+            f"to{named}, which the attention of slices doesn't compute; train them unsliced"
+        )
+    if family.is_recurrent or foreign or getattr(model, "_is_stateful", False):
+        raise ModelError(
+            f"slices don't run {name} models: some of their layers carry a state from token to token{named}, and a "
+            'slice keeps keys and values alone; train them unsliced, or cut their documents with overlong="split"'
         )
     if family.has_own_attention:
         raise ModelError(
             f"slices don't run {name} models: their attention computes its own scores, or their layers don't pass "
             "their arguments to it, so no function of transformers' registry can take its place; train them unsliced"
         )
-    raise ModelError(
-        f"slices don't run {name} models, which aren't known to mix tokens in their attention alone; they run "
-        f"{', '.join(SLICED)}"
+    if not hasattr(model, "get_decoder"):
+        raise ModelError(
+            f"slices don't run {name} models: they have no get_decoder, which models of transformers for causal "
+            "language have; give such a model"
+        )
+    return str(name)
+
+
+_ATTENDING = ("full_attention", "sliding_attention", "chunked_attention", *SINGLE_TOKENS)
+_NORMS = ("norm", "final_norm", "final_layer_norm", "final_layernorm", "ln_f")
+"""What decoders call the norm after their last layer."""
+
+
+def _parts_of(name: str, model: Any, kernels: Kernels) -> DecoderParts:
+    """Find a model's parts, and refuse what it has besides them."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError(
+            f"{type(model).__name__} has no language-model head; give a model for causal language"
+        )
+    decoder = decoder_of(model)
+    config, embedding, children = (
+        decoder.config,
+        decoder.get_input_embeddings(),
+        dict(decoder.named_children()),
     )
+    layers: Sequence[nn.Module] = next(
+        (tuple(m) for m in children.values() if isinstance(m, nn.ModuleList)), ()
+    )
+    norm = next((children[each] for each in _NORMS if each in children), None)
+    rotary = next((m for each, m in children.items() if "rotary" in each), None)
+    missing = [
+        what for what, m in (("norm after its layers", norm), ("rotary positions", rotary)) if m is None
+    ]
+    if not layers or norm is None or rotary is None:
+        raise ModelError(
+            f"slices don't run {name} models: their {type(decoder).__name__} has no "
+            f"{missing[0] if layers else 'list of layers'}, and slices run a decoder of an embedding, a list of "
+            f"layers with rotary positions, and a norm; it has {', '.join(children)}; train it unsliced"
+        )
+    _check_rest(name, decoder, (embedding, *layers, norm, rotary))
+    layers = layers[: config.num_hidden_layers]
+    around, after = _names_of(decoder), _names_of(decoder) | _names_of(model)
+    told = {
+        field: value
+        for field in ("embedding_multiplier", "logit_scale", "logits_scaling", "final_logit_softcapping")
+        if field in after and isinstance(value := getattr(config, field, None), int | float)
+    }
+    by_type = "layer_type" in inspect.signature(type(rotary).forward).parameters
+    kinds = tuple(getattr(config, "layer_types", None) or ())[: len(layers)]
+    return DecoderParts(
+        embedding=embedding,
+        layers=layers,
+        rotary=rotary,
+        norm=norm,
+        head=head,
+        head_is_plain=is_plain(head),
+        kernels=KernelChoice(kernels),
+        rotary_types=kinds if by_type else (),
+        by_length=rope_by_length(config),
+        embedding_factor=float(told["embedding_multiplier"])
+        if "embedding_multiplier" in around & told.keys()
+        else 1.0,
+        logits=Logits(
+            float(told.get("logit_scale", 1.0)) / float(told.get("logits_scaling", 1.0)),
+            told.get("final_logit_softcapping"),
+        ),
+        counts_tokens=any("get_seq_length" in _names_of(m) for layer in layers for m in layer.modules()),
+    )
+
+
+def _check_rest(name: str, decoder: Any, parts: Sequence[Any]) -> None:
+    """Refuse a decoder that computes with more than its parts."""
+    if getattr(decoder.config, "num_kv_shared_layers", 0):
+        raise ModelError(
+            f"the last {decoder.config.num_kv_shared_layers} layers of this {name} model attend to the keys and "
+            "values of earlier layers (num_kv_shared_layers), and slices run each layer by itself; train it unsliced"
+        )
+    known = {id(p) for part in parts for p in part.parameters()}
+    rest = [n for n, p in decoder.named_parameters() if id(p) not in known]
+    if rest:
+        raise ModelError(
+            f"{rest[0]} of this {name} model ({many(len(rest), 'such parameter', 'such parameters')}) belongs to "
+            "neither its embedding nor a layer nor the norm after them, and slices run these alone; train it unsliced"
+        )
+
+
+def _names_of(module: Any) -> frozenset[str]:
+    kind: Any = type(module)
+    return _names_in(kind)
+
+
+@lru_cache(maxsize=1024)
+def _names_in(kind: Any) -> frozenset[str]:
+    """Return the names to which the forward of a class refers, and those of its base classes that it may call."""
+    codes = [
+        code
+        for each in kind.__mro__
+        if (code := getattr(inspect.unwrap(vars(each).get("forward", None) or len), "__code__", None))
+        is not None
+    ]
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(names)
 
 
 def check_settings(name: str, model: Any) -> None:
     """Refuse settings of a model under which slices would learn something else than the whole model does."""
-    config = model.config
-    if getattr(config, "use_bidirectional_attention", False):
+    config = decoder_of(model).config
+    if getattr(config, "use_bidirectional_attention", False) in (True, "all"):
         raise ModelError(
             f"this {name} model attends to later tokens (use_bidirectional_attention=True), which no slice has; "
             "set it to False in the config"

@@ -24,12 +24,18 @@ from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.clock import BytesMeter
-from varlen.runtime.decoder import DecoderParts, check_model, without_checkpointing
+from varlen.runtime.decoder import (
+    DecoderParts,
+    attention_of,
+    set_attention,
+    without_checkpointing,
+)
 from varlen.runtime.inputs import StepInputs, lengths_of, means, step_inputs
 from varlen.runtime.main_grads import local
 from varlen.runtime.masters import Masters
 from varlen.runtime.mesh.fsdp import is_sharded
 from varlen.runtime.mesh.rank import MeshRank, Totals, totals_of_one
+from varlen.runtime.probe import admit
 from varlen.runtime.split import check_layers, is_divided
 from varlen.runtime.stage_run import TaskRun
 from varlen.runtime.step import StepRun, check_runnable, run_stages
@@ -88,8 +94,9 @@ class SliceEngine:
     whole documents, to the rounding of floats. What stays on the device for every token of a document is its keys and
     values, their gradients, and the input of each layer; activations are those of `slice_tokens` rows.
 
-    The model is a causal transformers decoder whose tokens mix in its attention alone; it is not changed, but for
-    its attention implementation while a step runs.
+    The model is a causal transformers decoder whose tokens mix in its attention alone, which a small model of its
+    class and config proves once (`varlen.runtime.probe`); it is not changed, but for its attention implementation
+    while a step runs.
 
     >>> engine = vl.SliceEngine(model, slice_tokens=8192)                # doctest: +SKIP
     >>> stats = engine.step(batch)                                       # doctest: +SKIP
@@ -140,7 +147,7 @@ class SliceEngine:
                 through the "step", which gathers them once and holds them all.
 
         Raises:
-            ModelError: a family that isn't run in slices, a model without a head, or one that can't be cut.
+            ModelError: a model that slices wouldn't compute, one without a head, or one that can't be cut.
             SettingError: a number of tokens below 1, a setting that there isn't, processes that don't fit the mesh,
                 or a model that several processes hold, and no mesh.
             PlanError: fewer layers than chunks, or other models on other ranks.
@@ -161,7 +168,7 @@ class SliceEngine:
         self.kernels: Kernels = kernels
         self.slice_tokens = SLICE_TOKENS if slice_tokens is None else as_count(slice_tokens, "slice_tokens")
         if mesh is None:  # else `MeshRank` checks it, so that an error on one rank reaches all
-            check_model(model, kernels)
+            admit(model, kernels)
         self._mesh_rank = _mesh_rank(model, mesh, rank, deadline_s, gathered, kernels)
         self._masters: Masters | None = None
         self._of_whole_step: weakref.ref[torch.Tensor] | None = None
@@ -352,7 +359,7 @@ class SliceEngine:
         is_forward_only: bool = False,
     ) -> tuple[StepInputs, StepRun, Totals]:
         """Run a step, or this process's part of one; a fault here ends it on all ranks."""
-        rank, before = self._mesh_rank, _attention(self.model)
+        rank, before = self._mesh_rank, attention_of(self.model)
         settings: dict[str, Any] = {
             "meter": meter,
             "keeps_losses": keeps_losses,
@@ -380,7 +387,7 @@ class SliceEngine:
                     run = run_stages(self.model, parts, data, prepared.plan, **settings)
                     totals = totals_of_one(prepared, run, gives_tokens=gives_tokens)
         finally:
-            self.model.set_attn_implementation(before)
+            set_attention(self.model, before)
         assert isinstance(prepared, StepInputs)
         return prepared, run, totals
 
@@ -467,10 +474,6 @@ def _mesh_rank(
             "neither"
         )
     return MeshRank(model, mesh, rank, deadline_s=deadline_s, gathered=gathered, kernels=kernels)
-
-
-def _attention(model: Any) -> str:
-    return str(model.config._attn_implementation)
 
 
 # Whether a step in this process would learn: no other process holds the model too, and gradients are on.

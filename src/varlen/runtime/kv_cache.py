@@ -32,6 +32,12 @@ class DocumentCache:
     pairs: dict[int, Pair] = field(default_factory=dict)  # keys and values by layer
     gradients: dict[int, Pair] = field(default_factory=dict)
     """By layer, in float32 or wider: of the tokens before the document's last slice, which runs backward first."""
+    chunks: dict[int, DocumentCache] = field(default_factory=dict)
+    """By first token: of layers that attend within chunks."""
+
+    def chunk(self, first: int, width: int) -> DocumentCache:
+        """Return the cache of a chunk of the document, for layers that attend within chunks."""
+        return self.chunks.setdefault(first, DocumentCache(min(width, self.length - first)))
 
     def write(self, layer: int, start: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """Keep a slice's keys and values, and return those of the document up to the slice's end.

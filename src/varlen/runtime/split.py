@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from varlen.errors import ModelError, PlanError, SettingError
-from varlen.runtime.decoder import DecoderParts
+from varlen.runtime.decoder import DecoderParts, attention_of, set_attention
 from varlen.runtime.mesh.consistency import model_fingerprint
 from varlen.runtime.step import layers_of
 from varlen.step_plan import Mesh
@@ -77,9 +77,9 @@ def cut_to_stage(model: Any, mesh: Mesh, stage: int) -> Cut:
                 f"virtual_stages={mesh.virtual_stages} needs the whole model again"
             )
         return before
-    attention = model.config._attn_implementation
+    attention = attention_of(model)
     parts = DecoderParts.of(model)
-    model.set_attn_implementation(attention)
+    set_attention(model, attention)
     check_cut(model, parts, mesh)
     cut = Cut(
         mesh=mesh,

@@ -218,6 +218,8 @@ def step_data(plan: StepPlan, input_ids: torch.Tensor, labels: torch.Tensor | No
 
 def layers_of(model: Any, mesh: Mesh) -> list[range]:
     """Return the layers of each chunk, as the cost model cuts them."""
+    if mesh.num_chunks == 1:
+        return [range(model.config.get_text_config().num_hidden_layers)]
     sizes = stages_of(ModelShape.from_config(model.config), mesh).layers.astype(int)
     return [range(stop - size, stop) for size, stop in zip(sizes.tolist(), np.cumsum(sizes).tolist())]
 

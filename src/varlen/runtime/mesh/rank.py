@@ -22,7 +22,7 @@ from varlen.plan.check import check_tasks
 from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.chunk import AS_THEY_ARE, StepData
 from varlen.runtime.clock import BytesMeter, Clock
-from varlen.runtime.decoder import DecoderParts, Vocabulary, check_model
+from varlen.runtime.decoder import DecoderParts, Vocabulary
 from varlen.runtime.inputs import StepInputs
 from varlen.runtime.main_grads import step_gradients, unscale
 from varlen.runtime.masters import Masters
@@ -34,6 +34,7 @@ from varlen.runtime.mesh.fsdp import Shards, is_sharded, waiting_at_most
 from varlen.runtime.mesh.gradients import Reduction
 from varlen.runtime.mesh.process_groups import Groups, MeshCoordinate, coordinate_of, in_axes, open_groups
 from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, shared_documents
+from varlen.runtime.probe import admit
 from varlen.runtime.split import check_division, cut_to_stage, devices_of, divide_layers, stage_dtype
 from varlen.runtime.stage_run import StageRunner
 from varlen.runtime.step import StepRun, check_order, chunk_steps, layers_of
@@ -104,7 +105,7 @@ class MeshRank:
                     devices = devices_of(mesh, device)["tp"]
             try:
                 check_division(model, devices)
-                check_model(model, kernels)
+                admit(model, kernels)
                 cut = cut_to_stage(model, mesh, self.coordinate.stage)
                 fingerprint, self._is_tied = cut.fingerprint, cut.is_tied and mesh.pp > 1
                 self._partial = divide_layers(model, devices)
