@@ -42,7 +42,9 @@ MESHES = (
 """(dp, pp, tp): 32 to 1,024 GPUs."""
 SEEDS = (1, 2)
 PER_GROUP = 1
-"""Cells that are run of each set, capacity and mesh, out of 16."""
+"""Cells that are run of each set and mesh, out of 48."""
+CONTEXT = (1, 2, 4, 8, 16)
+"""Numbers of ranks that share every document, of which each method is given the best."""
 LEAST_ROWS = 2048
 """Of the unit that the bound fills pipelines with."""
 
@@ -67,6 +69,8 @@ class Cell:
     memory_fraction: float = 0.92
     heads_exponent: float = 0.0
     virtual_stages: int = 1
+    exchange_overlap: float = 0.0
+    """0 as measured of the engine; 1 hides the exchange of shared documents behind attention."""
 
     @property
     def key(self) -> str:
@@ -88,6 +92,12 @@ class Cell:
         return Mesh(dp=self.dp, pp=self.pp, tp=self.tp, virtual_stages=self.virtual_stages)
 
     @property
+    def meshes(self) -> list[Mesh]:
+        """The same GPUs with more context parallelism and fewer data-parallel ranks."""
+        dividing = [cp for cp in CONTEXT if self.dp % cp == 0]
+        return [replace(self.mesh, dp=self.dp // cp, cp=cp) for cp in dividing]
+
+    @property
     def mesh_text(self) -> str:
         """`dp x pp x tp`, without spaces."""
         return f"{self.dp}x{self.pp}x{self.tp}"
@@ -102,14 +112,14 @@ class Cell:
             recompute=self.recompute,
             mode=self.mode,  # type: ignore[arg-type]
             memory_fraction=self.memory_fraction,
+            exchange_overlap=self.exchange_overlap,
         )
 
     def drawn(self) -> tuple[Int32Array, dict[str, float]]:
         """Return the step's lengths, int32 `[documents]`, and how much of them truncation took."""
         whole = _lengths(self.lengths)
-        chosen = np.random.default_rng((self.seed, self.documents)).choice(
-            whole, self.documents, replace=False
-        )
+        random = np.random.default_rng((self.seed, self.documents))
+        chosen = random.choice(whole, self.documents, replace=self.documents > whole.size)
         cut = np.minimum(chosen, self.capacity).astype(np.int32)
         lost = 1 - cut.sum(dtype=np.int64) / chosen.sum(dtype=np.int64)
         return cut, {
@@ -129,25 +139,30 @@ class Cell:
 def grid(per_group: int = PER_GROUP) -> list[Cell]:
     """Return the cells that are run, the same every time.
 
-    Of each set, capacity and mesh `per_group` cells are drawn; numbers of documents, models and seeds take turns in
+    Of each set and mesh `per_group` cells are drawn; capacities, numbers of documents, models and seeds take turns in
     a shuffled order, so that each of their combinations comes about equally often. Cells that two groups share come
     once.
     """
-    groups = list(itertools.product(SETS, CAPACITIES, MESHES))
-    variants = list(itertools.product(DOCUMENTS, MODELS, SEEDS))
+    groups = list(itertools.product(SETS, MESHES))
+    variants = list(itertools.product(CAPACITIES, DOCUMENTS, MODELS, SEEDS))
     random = np.random.default_rng(20)
     order = random.permutation(len(groups))
     turns = itertools.cycle(random.permutation(len(variants)).tolist())
     cells = {}
     for group in order.tolist():
-        name, capacity, (dp, pp, tp) = groups[group]
+        name, (dp, pp, tp) = groups[group]
         for _ in range(per_group):
-            documents, model, seed = variants[next(turns)]
+            capacity, documents, model, seed = variants[next(turns)]
             # The 52 heads of 30B can't be divided by 8: half the tp, twice the dp, as many GPUs.
             spread = 2 if model == "llama-30b" and tp == 8 else 1
             cell = Cell(name, capacity, documents, model, dp * spread, pp, tp // spread, seed)
             cells[cell.key] = cell
     return list(cells.values())
+
+
+def hidden(cells: list[Cell]) -> list[Cell]:
+    """Return the cells with exchanges that cost nothing."""
+    return [replace(cell, exchange_overlap=1.0) for cell in cells]
 
 
 def interleaved(cells: list[Cell]) -> list[Cell]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import resource
 import time
 from dataclasses import asdict, replace
 from typing import Any
@@ -56,23 +57,23 @@ def planned(name: str, lengths: Int32Array, cell: Cell, cost: CostModel, search:
     """Return the plan of a step by one method.
 
     Ours, and packs as users run them, come as a user gets them: more is recomputed where that fits or is faster.
-    Others are planned at every recomputation, and with keys and values offloaded; the fastest plan counts: some fit
-    with little recomputation only in tiny packs.
+    Others are planned with every context parallelism on the same GPUs, at every recomputation, and with keys and
+    values offloaded; the fastest plan counts: some fit with little recomputation only in tiny packs.
     """
-    call = functools.partial(plan_step, lengths, mesh=cell.mesh)
     if name == "as_run":
-        return call(cost=cost, method="packed", capacity=cell.capacity, search=search)
-    if name in ("sliced", "micropack"):
-        return call(cost=cost, method=name, search=search)
-    tuned = functools.partial(
-        call, method=name, capacity=cell.capacity, tuned=True, search=replace(search, repairs=False)
-    )
+        return plan_step(
+            lengths, mesh=cell.mesh, cost=cost, method="packed", capacity=cell.capacity, search=search
+        )
+    if name == "micropack":
+        return plan_step(lengths, mesh=cell.mesh, cost=cost, search=search)
+    settings: dict[str, Any] = {"method": name, "tuned": True, "search": replace(search, repairs=False)}
+    settings |= {"capacity": cell.capacity} if name in ("packed", "dynamic_cp") else {}
     best, best_s, refusal = None, np.inf, PlanError("nothing was tried")
-    for more in repairs(cost, cell.mesh):
-        if lower_bound(lengths, more, cell.mesh, least_rows=1).seconds >= best_s:
-            break  # what has to be recomputed takes longer than the whole step does with less of it
+    for mesh, more in ((each, more) for each in cell.meshes for more in repairs(cost, each)):
+        if lower_bound(lengths, more, mesh, least_rows=1).seconds >= best_s:
+            continue  # what has to be recomputed takes longer than the whole step does with less of it
         try:
-            plan = tuned(cost=more)
+            plan = plan_step(lengths, mesh=mesh, cost=more, **settings)
         except PlanError as error:
             refusal = error
             continue
@@ -101,6 +102,8 @@ def figures(plan: StepPlan, cost: CostModel, lengths: Int32Array) -> dict[str, A
         "imbalance": timeline.imbalance,
         "peak_gb": timeline.peak_bytes / 1e9,
         "fits": bool(timeline.peak_bytes <= used.limit_bytes * (1 + 1e-9)),
+        "cp": plan.mesh.cp,
+        "idle_ranks": int((plan.forward.counts == 0).sum()) if plan.method == "packed" else 0,
         "micropacks": int(plan.forward.counts.max()),
         "merged": plan.num_merged,
         "recompute": plan.recompute,
@@ -163,7 +166,7 @@ def ablated(cell: Cell) -> dict[str, Any]:
     return {"cell": asdict(cell), "setting": _SETTING_OF[cell], "plans": plans}
 
 
-SMALL, LARGE = "512 on 4x4", "8192 on 64x16"
+SMALL, LARGE, HUGE = "512 on 4x4", "8192 on 64x16", "100,000 on 64x16"
 """Documents, and dp x pp."""
 _SMALL_TPS = {"llama-2-7b": (4, 8), "llama-2-13b": (4, 8), "llama-30b": (4,), "llama-2-70b": (4, 8)}
 """Those that the grid has on 4x4; the 52 heads of 30B can't be divided by 8."""
@@ -180,6 +183,9 @@ TIMED = {
     (LARGE, model, 8): [Cell(name, 131_072, 8192, model, 64, 16, 8, seed=1) for name in SETS]
     for model in ("llama-2-7b", "llama-2-70b")
 }
+TIMED[HUGE, "llama-2-70b", 8] = [
+    Cell(name, 131_072, 100_000, "llama-2-70b", 64, 16, 8, seed=1) for name in SETS[:3]
+]
 """Steps of one size, model and tp; other meshes are part of the grid, where planning is timed beside other work."""
 
 
@@ -201,7 +207,8 @@ def planning_times(size: str, model: str, tp: int, rounds: int) -> dict[str, Any
             seconds.append(time.process_time() - begun)
         found = {"cell": cell.key, "tokens": told["tokens"], "recompute": plan.recompute}
         steps.append({**found, "seconds": seconds[-rounds:]})
-    return {"size": size, "model": model, "tp": tp, "steps": steps}
+    most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"size": size, "model": model, "tp": tp, "steps": steps, "most_bytes": most}
 
 
 def engine_speed(rounds: int) -> dict[str, Any]:

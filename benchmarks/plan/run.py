@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plan.figures import FOLDER, note_run
-from benchmarks.plan.grid import Cell, equal_rates, grid, interleaved
+from benchmarks.plan.grid import Cell, equal_rates, grid, hidden, interleaved
 from benchmarks.plan.methods import ABLATION_CELLS, METHODS, ablated, engine_speed, measured, planning_times
 from benchmarks.plan.methods import TIMED as TIMED_STEPS
 from benchmarks.records import asked_for, load, opened, parser, rounded, save, stamp
@@ -35,10 +35,12 @@ def _cells(cells: list[Cell], *methods: str) -> list[Job]:
 def _jobs(part: str, is_quick: bool) -> list[Job]:
     if part == "grid":
         return _cells(grid()[:6] if is_quick else grid())
+    if part == "hidden":
+        return _cells(hidden(grid()[:6] if is_quick else grid()))
     if part == "equal_rates":
         return _cells(equal_rates()[:4] if is_quick else equal_rates(), "packed", "micropack")
     if part == "interleaved":  # packs as users run them have one chunk of layers a GPU; all others are tuned
-        cells = interleaved(grid()[:6] if is_quick else grid())
+        cells = interleaved(grid()[:6] if is_quick else grid()[::3])
         return _cells(cells, *(name for name in METHODS if name != "as_run"))
     if part == "ablation":
         return [(cell.key, ablated, (cell,)) for cell in ABLATION_CELLS[: 2 if is_quick else None]]
@@ -50,7 +52,7 @@ def _jobs(part: str, is_quick: bool) -> list[Job]:
     ]
 
 
-PARTS = ("times", "engine", "equal_rates", "ablation", "grid", "interleaved")
+PARTS = ("times", "engine", "equal_rates", "ablation", "grid", "hidden", "interleaved")
 """What is timed comes first, one process at a time, before two run side by side."""
 TIMED = ("times", "engine")
 
@@ -63,10 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
     reader.add_argument("--processes", type=int, default=PROCESSES, help="that run side by side")
     asked = asked_for(reader, PARTS, arguments)
     result, out = opened(asked, FOLDER)
-    result |= {**stamp(), "total_cells": len(grid(16))}
+    result |= {**stamp(), "total_cells": len(grid(48))}
     for name in asked.parts:
         processes = 1 if name in TIMED else asked.processes
-        if asked.only and name in ("grid", "interleaved", "equal_rates"):
+        if asked.only and name in ("grid", "hidden", "interleaved", "equal_rates"):
             _renew(name, tuple(asked.only), result, out, processes)
         elif not asked.only:
             _run(name, _jobs(name, asked.quick), result, out, processes)
