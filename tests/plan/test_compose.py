@@ -169,23 +169,34 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(lengths, count, fac
     assert [each.tolist() for each in both[0]] == [orders[0].tolist(), waits[0].tolist()]
     ends = ends_of(back)
     cuts = np.unique(ahead.slices[3].astype(np.int64) << 32 | ahead.slices[1])
+    passes = (ahead.slice_offsets, ahead.slices), (back.slice_offsets, back.slices)
     counted = [
         (
-            home.forward_counts(back.slice_offsets, back.slices, ends, cp),
-            home.backward_counts(back.slice_offsets, back.slices, orders[0], ends, cp, cuts),
+            home.whole_in(*passes[1], *passes[0]),
+            home.forward_counts(*passes[1], ends, cp, home.whole_in(*passes[1], *passes[0])),
+            home.backward_counts(
+                *passes[1], orders[0], ends, cp, cuts, home.whole_in(*passes[1], *passes[0])
+            ),
         )
         for home in (kernels, reference)
     ]
     for one, other in zip(*counted):
         assert one.tolist() == other.tolist()
     same = (ahead.slice_offsets, ahead.slices, np.arange(ahead.num_micropacks), ends_of(ahead), cp)
-    alike = [home.backward_counts(*same, each) for home in (kernels, reference) for each in (cuts, cuts[:0])]
+    whole = kernels.whole_in(*passes[0], *passes[0])
+    alike = [
+        home.backward_counts(*same, each, whole) for home in (kernels, reference) for each in (cuts, cuts[:0])
+    ]
     assert {each.tobytes() for each in alike} == {alike[0].tobytes()}
     assert alike[0][RETURNED].tolist() == alike[0][OWN].tolist()
     memory = COSTS.memory
     tables = (memory.forward_peaks, memory.forward_left, memory.backward_peaks, memory.backward_left)
     tables += (memory.kept_for_weight_bytes, memory.first_bytes)
-    asked = (*(of_pass[None] for of_pass in counted[0]), *(table.copy() for table in tables), COSTS.mesh.pp)
+    asked = (
+        *(of_pass[None] for of_pass in counted[0][1:]),
+        *(table.copy() for table in tables),
+        COSTS.mesh.pp,
+    )
     taken = [home.task_bytes(*asked) for home in (kernels, reference)]
     for one, other in zip(*taken):
         assert one.tolist() == other.tolist()

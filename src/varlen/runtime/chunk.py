@@ -183,8 +183,7 @@ class ChunkStep:
         self._is_selective = is_selective
         is_far = offload == "kv" and len(layers) > LAYERS_ON_DEVICE
         self._link = HostLink(data.input_ids.device) if is_far else None
-        # Graphs keep the keys and values of whole documents, which have to be in host memory instead.
-        self._whole = (whole or {}) if not is_far or again == layers.stop else {}
+        self._whole = whole or {}
         self._rows_are_far = is_far and saved == "stage"
         self._documents: dict[int, _Document] = {}
         self._graphs: dict[SliceKey, Leaf] = {}

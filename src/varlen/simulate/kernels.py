@@ -35,6 +35,7 @@ from varlen.cost.memory import (
     OWN,
     RETURNED,
     SHARED,
+    WHOLE,
 )
 from varlen.jit import compiled, inlined
 
@@ -200,8 +201,42 @@ def _in_turn(counts: Float64, rank_offsets: Int32) -> None:
 
 
 @compiled
-def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int) -> Float64:
-    """Return the counts of forward MicroPacks, float64 `[7, MicroPacks]`; see `varlen.cost.memory`."""
+def _places(slice_offsets: Int32, slices: Int32, count: int) -> Int32:
+    """Return the MicroPack of each document that is whole in it and not shared; -1 for others."""
+    places = np.full(count, -1, np.int32)
+    for pack in range(len(slice_offsets) - 1):
+        for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
+            if slices[0, one] == 0 and slices[4, one] == 1 and slices[2, one] == 1:
+                places[slices[3, one]] = pack
+    return places
+
+
+@compiled
+def whole_in(slice_offsets: Int32, slices: Int32, other_offsets: Int32, others: Int32) -> Int32:
+    """Return the MicroPack of the other pass that holds a slice's document, if both passes hold it whole; else -1.
+
+    int32 `[slices]`; for documents that ranks share -1 too.
+    """
+    count = 0
+    for table in (slices, others):
+        for one in range(table.shape[1]):
+            count = max(count, table[3, one] + 1)
+    mine, theirs = _places(slice_offsets, slices, count), _places(other_offsets, others, count)
+    found = np.full(slices.shape[1], -1, np.int32)
+    for one in range(slices.shape[1]):
+        if mine[slices[3, one]] >= 0:
+            found[one] = theirs[slices[3, one]]
+    return found
+
+
+@compiled
+def forward_counts(
+    slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int, whole: Int32
+) -> Float64:
+    """Return the counts of forward MicroPacks, float64 `[8, MicroPacks]`; see `varlen.cost.memory`.
+
+    `whole` is what `whole_in` returns.
+    """
     starts, stops, num_ranks, document_ids = slices[0], slices[1], slices[2], slices[3]
     counts = np.zeros((FORWARD_COUNTS, len(slice_offsets) - 1))
     lengths = np.zeros(document_ids.max() + 1 if len(document_ids) else 0, np.int32)
@@ -213,6 +248,8 @@ def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp:
             counts[OWN, pack] += (stop - start) / share
             counts[AHEAD, pack] += ((0 if start else lengths[document_ids[one]]) - stop + start) / share
             counts[NEAR, pack] += stop / share
+            if whole[one] >= 0:
+                counts[WHOLE, pack] += stop / share
             if num_ranks[one] > 1 and stop > counts[GATHERED, pack]:
                 counts[GATHERED, pack], counts[SHARED, pack] = stop, stop / share
     _in_turn(counts, rank_offsets)
@@ -237,14 +274,16 @@ def _piece_end(cuts: Int64, document: int, row: int) -> int:
 
 @compiled
 def backward_counts(
-    slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int, cuts: Int64
+    slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int, cuts: Int64, whole: Int32
 ) -> Float64:
-    """Return the counts of backward MicroPacks in `order`, float64 `[14, MicroPacks]`.
+    """Return the counts of backward MicroPacks in `order`, float64 `[15, MicroPacks]`.
 
     `cuts` are the sorted ends of forward slices, `document id << 32 | stop`; empty if both passes are cut alike.
+    `whole` is what `whole_in` returns: documents of the same MicroPacks are one piece.
     """
     starts, stops, num_ranks, document_ids, is_end = slices[0], slices[1], slices[2], slices[3], slices[4]
     counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
+    last_taken = np.full(whole.max() + 1 if len(whole) else 0, -1, np.int32)
     for pack in range(len(order)):
         first, last = slice_offsets[order[pack]], slice_offsets[order[pack] + 1]
         taken = 0
@@ -252,7 +291,12 @@ def backward_counts(
             start, stop, share = starts[one], stops[one], float(num_ranks[one] * cp)
             counts[OWN, pack] += (stop - start) / share
             document = document_ids[one]
-            taken += (start < stop) + (len(cuts) > 0 and _piece_end(cuts, document, start + 1) < stop)
+            if whole[one] >= 0:
+                counts[WHOLE, pack] += stop / share
+                taken += last_taken[whole[one]] != pack
+                last_taken[whole[one]] = pack
+            else:
+                taken += (start < stop) + (len(cuts) > 0 and _piece_end(cuts, document, start + 1) < stop)
             counts[RETURNED, pack] += (
                 _piece_end(cuts, document, stop) - _piece_end(cuts, document, start)
             ) / share
