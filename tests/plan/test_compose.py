@@ -169,13 +169,20 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(lengths, count, fac
     assert [each.tolist() for each in both[0]] == [orders[0].tolist(), waits[0].tolist()]
     ends = ends_of(back)
     cuts = np.unique(ahead.slices[3].astype(np.int64) << 32 | ahead.slices[1])
-    passes = (ahead.slice_offsets, ahead.slices), (back.slice_offsets, back.slices)
     counted = [
         (
-            home.whole_in(*passes[1], *passes[0]),
-            home.forward_counts(*passes[1], ends, cp, home.whole_in(*passes[1], *passes[0])),
+            home.are_whole(back.slices, ahead.slices),
+            home.forward_counts(
+                back.slice_offsets, back.slices, ends, cp, home.are_whole(back.slices, ahead.slices)
+            ),
             home.backward_counts(
-                *passes[1], orders[0], ends, cp, cuts, home.whole_in(*passes[1], *passes[0])
+                back.slice_offsets,
+                back.slices,
+                orders[0],
+                ends,
+                cp,
+                cuts,
+                home.are_whole(back.slices, ahead.slices),
             ),
         )
         for home in (kernels, reference)
@@ -183,7 +190,7 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(lengths, count, fac
     for one, other in zip(*counted):
         assert one.tolist() == other.tolist()
     same = (ahead.slice_offsets, ahead.slices, np.arange(ahead.num_micropacks), ends_of(ahead), cp)
-    whole = kernels.whole_in(*passes[0], *passes[0])
+    whole = kernels.are_whole(ahead.slices, ahead.slices)
     alike = [
         home.backward_counts(*same, each, whole) for home in (kernels, reference) for each in (cuts, cuts[:0])
     ]

@@ -201,41 +201,28 @@ def _in_turn(counts: Float64, rank_offsets: Int32) -> None:
 
 
 @compiled
-def _places(slice_offsets: Int32, slices: Int32, count: int) -> Int32:
-    """Return the MicroPack of each document that is whole in it and not shared; -1 for others."""
-    places = np.full(count, -1, np.int32)
-    for pack in range(len(slice_offsets) - 1):
-        for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
-            if slices[0, one] == 0 and slices[4, one] == 1 and slices[2, one] == 1:
-                places[slices[3, one]] = pack
-    return places
-
-
-@compiled
-def whole_in(slice_offsets: Int32, slices: Int32, other_offsets: Int32, others: Int32) -> Int32:
-    """Return the MicroPack of the other pass that holds a slice's document, if both passes hold it whole; else -1.
-
-    int32 `[slices]`; for documents that ranks share -1 too.
-    """
+def are_whole(slices: Int32, others: Int32) -> NDArray[np.bool_]:
+    """Return which slices are whole documents, in the other pass too, that ranks don't share; bool `[slices]`."""
     count = 0
     for table in (slices, others):
         for one in range(table.shape[1]):
             count = max(count, table[3, one] + 1)
-    mine, theirs = _places(slice_offsets, slices, count), _places(other_offsets, others, count)
-    found = np.full(slices.shape[1], -1, np.int32)
+    there, found = np.zeros(count, np.bool_), np.zeros(slices.shape[1], np.bool_)
+    for one in range(others.shape[1]):
+        there[others[3, one]] |= others[0, one] == 0 and others[4, one] == 1
     for one in range(slices.shape[1]):
-        if mine[slices[3, one]] >= 0:
-            found[one] = theirs[slices[3, one]]
+        is_whole = slices[0, one] == 0 and slices[4, one] == 1 and slices[2, one] == 1
+        found[one] = is_whole and there[slices[3, one]]
     return found
 
 
 @compiled
 def forward_counts(
-    slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int, whole: Int32
+    slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int, whole: NDArray[np.bool_]
 ) -> Float64:
     """Return the counts of forward MicroPacks, float64 `[8, MicroPacks]`; see `varlen.cost.memory`.
 
-    `whole` is what `whole_in` returns.
+    `whole` is what `are_whole` returns.
     """
     starts, stops, num_ranks, document_ids = slices[0], slices[1], slices[2], slices[3]
     counts = np.zeros((FORWARD_COUNTS, len(slice_offsets) - 1))
@@ -248,7 +235,7 @@ def forward_counts(
             counts[OWN, pack] += (stop - start) / share
             counts[AHEAD, pack] += ((0 if start else lengths[document_ids[one]]) - stop + start) / share
             counts[NEAR, pack] += stop / share
-            if whole[one] >= 0:
+            if whole[one]:
                 counts[WHOLE, pack] += stop / share
             if num_ranks[one] > 1 and stop > counts[GATHERED, pack]:
                 counts[GATHERED, pack], counts[SHARED, pack] = stop, stop / share
@@ -274,16 +261,21 @@ def _piece_end(cuts: Int64, document: int, row: int) -> int:
 
 @compiled
 def backward_counts(
-    slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int, cuts: Int64, whole: Int32
+    slice_offsets: Int32,
+    slices: Int32,
+    order: Int64,
+    rank_offsets: Int32,
+    cp: int,
+    cuts: Int64,
+    whole: NDArray[np.bool_],
 ) -> Float64:
     """Return the counts of backward MicroPacks in `order`, float64 `[15, MicroPacks]`.
 
     `cuts` are the sorted ends of forward slices, `document id << 32 | stop`; empty if both passes are cut alike.
-    `whole` is what `whole_in` returns: documents of the same MicroPacks are one piece.
+    `whole` is what `are_whole` returns.
     """
     starts, stops, num_ranks, document_ids, is_end = slices[0], slices[1], slices[2], slices[3], slices[4]
     counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
-    last_taken = np.full(whole.max() + 1 if len(whole) else 0, -1, np.int32)
     for pack in range(len(order)):
         first, last = slice_offsets[order[pack]], slice_offsets[order[pack] + 1]
         taken = 0
@@ -291,12 +283,10 @@ def backward_counts(
             start, stop, share = starts[one], stops[one], float(num_ranks[one] * cp)
             counts[OWN, pack] += (stop - start) / share
             document = document_ids[one]
-            if whole[one] >= 0:
+            if whole[one]:
                 counts[WHOLE, pack] += stop / share
-                taken += last_taken[whole[one]] != pack
-                last_taken[whole[one]] = pack
-            else:
-                taken += (start < stop) + (len(cuts) > 0 and _piece_end(cuts, document, start + 1) < stop)
+            # Several whole documents may be one piece; none of their rows is held longer than copied.
+            taken += (start < stop) + (len(cuts) > 0 and _piece_end(cuts, document, start + 1) < stop)
             counts[RETURNED, pack] += (
                 _piece_end(cuts, document, stop) - _piece_end(cuts, document, start)
             ) / share
