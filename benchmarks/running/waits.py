@@ -72,7 +72,9 @@ def chunk_of(
     passes[WEIGHT] = (plan.backward, seconds.weight)
     for kind, (packs, taken) in passes.items():
         first, last = packs.rank_offsets[rank : rank + 2].tolist()
-        of_kind[kind] = dict(zip(keys_of(packs, rank), (scale * taken[chunk, first:last]).tolist()))
+        of_kind[kind] = dict(
+            zip(keys_of(plan, min(kind, BACKWARD), rank), (scale * taken[chunk, first:last]).tolist())
+        )
     return Waiting(of_kind, has_embedding=chunk == 0, width=width)
 
 

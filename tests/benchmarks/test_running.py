@@ -58,7 +58,7 @@ def test_waits_are_as_long_as_tasks_and_rows_as_many():
     plan = vl.plan_step(LENGTHS, cost=COST, mesh=pipelines.MESH, method="packed", capacity=2048)
     seconds = waits.durations(plan, COST)
     chunk = waits.chunk_of(plan, 0, 1, seconds, 2.0, 8)
-    key = waits.keys_of(plan.forward, 0)[0]
+    key = waits.keys_of(plan, FORWARD, 0)[0]
 
     assert chunk._seconds[FORWARD][key] == pytest.approx(2 * seconds.forward[1, 0])
     assert chunk._seconds[BACKWARD][key] == pytest.approx(2 * seconds.backward[1, 0])

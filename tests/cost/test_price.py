@@ -20,8 +20,10 @@ from varlen.cost.rates import (
     FORWARD_LAYER,
     INPUT_HEAD,
     INPUT_LAYER,
+    LAYER_LAUNCHES,
     NUM_COLUMNS,
     ROWS,
+    SLICE_LAUNCHES,
     WEIGHT_HEAD,
     WEIGHT_LAYER,
     Rates,
@@ -208,6 +210,25 @@ def test_a_launch_is_paid_once_a_layer_and_pass():
     full = COST.replace(recompute="full").rates(Mesh())
     twice = one(0, 4096, full) - one(0, 4096, full._replace(launch_s=0.0))
     assert twice[INPUT_LAYER] == pytest.approx(60e-6)
+
+
+def test_slices_with_earlier_tokens_launch_more_in_the_engine_and_documents_nothing():
+    cost = COST.replace(kernels="eager")
+    rates, none = cost.rates(Mesh()), cost.rates(Mesh())._replace(launch_s=0.0)
+    none = none._replace(slice_launch_s=0.0, slice_launch_back_s=0.0)
+
+    def launched(cuts: list[tuple[int, int]]) -> np.ndarray:
+        columns = ([0, len(cuts)], [a for a, _ in cuts], [b for _, b in cuts], [1] * len(cuts))
+        arrays = [np.array(column, np.int32) for column in columns]
+        return (kernels.price(*arrays, rates) - kernels.price(*arrays, none))[0]  # type: ignore[no-any-return]
+
+    np.testing.assert_allclose(launched([(0, 8)] * 512), launched([(0, 4096)]), rtol=1e-6)
+    more = launched([(0, 8), (4096, 8192), (4096, 8192)]) - launched([(0, 8)])
+    forward, backward = (one / every for one, every in zip(SLICE_LAUNCHES, LAYER_LAUNCHES))
+    assert more[FORWARD_LAYER] == pytest.approx(2 * 30e-6 * forward)
+    assert more[INPUT_LAYER] == pytest.approx(2 * 30e-6 * backward)
+    assert COST.rates(Mesh()).slice_launch_s == 0
+    assert cost.rates(Mesh(), best=True).slice_launch_back_s == 0
 
 
 def test_equal_rates_keep_the_ratios_of_papers():

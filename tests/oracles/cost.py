@@ -159,8 +159,11 @@ def _micropack(slices: list[tuple[float, float, float]], rates: Rates) -> list[f
     linear, linear_back = _linear(rows, rows, rates)
     computed = _sum(forward for forward, _ in attended)
     computed += rates.linear_flops * linear + rates.collective_s * rows + rates.launch_s
+    launched = sum(start > 0 for start, _, _ in slices)  # those that begin documents are launched together
+    computed += rates.slice_launch_s * launched
     back = _sum(backward for _, backward in attended)
     back += rates.recompute * computed + rates.linear_flops * linear_back + rates.launch_s
+    back += rates.slice_launch_back_s * launched
     back += (rates.collective_s + rates.reuse_s) * rows
     forward = computed + _sum(moved for _, moved, _ in exchanged) + latency
     back = back + _sum(moved for _, _, moved in exchanged) + rates.exchanges_back * latency

@@ -30,6 +30,7 @@ from varlen.cost.memory import (
     OWN,
     RETURNED,
     SHARED,
+    WHOLE,
 )
 
 Int32 = NDArray[np.int32]
@@ -115,7 +116,20 @@ def memory_curves(
     sizes[:] = [size for _, size in points]
 
 
-def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int) -> Float64:
+def are_whole(slices: Int32, others: Int32) -> NDArray[np.bool_]:
+    """Which slices are documents of one slice in both passes, on one rank."""
+    both = [
+        {document for start, _, _, document, is_end in table.T.tolist() if start == 0 and is_end}
+        for table in (slices, others)
+    ]
+    alone = [ranks == 1 for ranks in slices[2].tolist()]
+    whole = [document in both[0] & both[1] and one for document, one in zip(slices[3].tolist(), alone)]
+    return np.array(whole, np.bool_)
+
+
+def forward_counts(
+    slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int, whole: NDArray[np.bool_]
+) -> Float64:
     """Count what memory asks of each forward MicroPack: `varlen.cost.memory` says what."""
     table = [tuple(one) for one in slices[:4].T.tolist()]
     lengths: dict[int, int] = {}
@@ -129,19 +143,27 @@ def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp:
             ahead = (0 if start else lengths[document]) - (stop - start)
             counts[[OWN, AHEAD, NEAR], pack] += np.array([stop - start, ahead, stop]) / share
         _gathered(counts, pack, [one[1:3] for one in table[first:last]], cp)
+        for (start, stop, ranks, _), of_both in zip(table[first:last], whole[first:last].tolist()):
+            counts[WHOLE, pack] += (stop - start) / float(ranks * cp) * of_both
     _in_turn(counts, rank_offsets)
     return counts
 
 
 def backward_counts(
-    slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int, cuts: Int64
+    slice_offsets: Int32,
+    slices: Int32,
+    order: Int64,
+    rank_offsets: Int32,
+    cp: int,
+    cuts: Int64,
+    whole: NDArray[np.bool_],
 ) -> Float64:
     """Count what memory asks of each backward MicroPack, as they run: `varlen.cost.memory` says what.
 
     The backward of a document's last slice adds to the keys and values of all rows before it; each earlier slice
-    takes the sums of its own rows and is done with them. What went into layers came in pieces, those of the forward
-    slices, and goes in them; without cuts, those of the backward slices. Of several pieces a copy is made, and they
-    go at once.
+    takes the sums of its own rows and is done with them; whole documents have nothing to sum. What went into layers
+    came in pieces, those of the forward slices, and goes in them; without cuts, those of the backward slices. Of
+    several pieces a copy is made, and they go at once.
     """
     table = [tuple(one) for one in slices.T.tolist()]
     pieces: dict[int, list[tuple[int, int]]] = {}
@@ -150,13 +172,15 @@ def backward_counts(
     counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
     for pack, of_all in enumerate(order.tolist()):
         mine, taken = table[slice_offsets[of_all] : slice_offsets[of_all + 1]], 0
-        for start, stop, ranks, document, is_end in mine:
+        are_whole = whole[slice_offsets[of_all] : slice_offsets[of_all + 1]].tolist()
+        for (start, stop, ranks, document, is_end), is_whole in zip(mine, are_whole):
             rows, share = stop - start, float(ranks * cp)
             found = [rows, start, stop, 0] if is_end else [rows, 0, 3.0 * stop, rows]
             counts[[OWN, OPENED, NEAR, CLOSED], pack] += np.array(found) / share
             own = [one for one in pieces.get(document, [(start, stop)]) if one[0] < stop and start < one[1]]
             counts[RETURNED, pack] += sum(last - first for first, last in own if first >= start) / share
             taken += len(own)
+            counts[WHOLE, pack] += rows / share * is_whole
             keys = min(start, BACKWARD_KEYS) / share if ranks == 1 else 0.0
             # Keys and values are copied before gradients of twice their width, where there are some to copy.
             moved = start / share / (2.0 if is_end else 1.0)

@@ -171,21 +171,39 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(lengths, count, fac
     cuts = np.unique(ahead.slices[3].astype(np.int64) << 32 | ahead.slices[1])
     counted = [
         (
-            home.forward_counts(back.slice_offsets, back.slices, ends, cp),
-            home.backward_counts(back.slice_offsets, back.slices, orders[0], ends, cp, cuts),
+            home.are_whole(back.slices, ahead.slices),
+            home.forward_counts(
+                back.slice_offsets, back.slices, ends, cp, home.are_whole(back.slices, ahead.slices)
+            ),
+            home.backward_counts(
+                back.slice_offsets,
+                back.slices,
+                orders[0],
+                ends,
+                cp,
+                cuts,
+                home.are_whole(back.slices, ahead.slices),
+            ),
         )
         for home in (kernels, reference)
     ]
     for one, other in zip(*counted):
         assert one.tolist() == other.tolist()
     same = (ahead.slice_offsets, ahead.slices, np.arange(ahead.num_micropacks), ends_of(ahead), cp)
-    alike = [home.backward_counts(*same, each) for home in (kernels, reference) for each in (cuts, cuts[:0])]
+    whole = kernels.are_whole(ahead.slices, ahead.slices)
+    alike = [
+        home.backward_counts(*same, each, whole) for home in (kernels, reference) for each in (cuts, cuts[:0])
+    ]
     assert {each.tobytes() for each in alike} == {alike[0].tobytes()}
     assert alike[0][RETURNED].tolist() == alike[0][OWN].tolist()
     memory = COSTS.memory
     tables = (memory.forward_peaks, memory.forward_left, memory.backward_peaks, memory.backward_left)
     tables += (memory.kept_for_weight_bytes, memory.first_bytes)
-    asked = (*(of_pass[None] for of_pass in counted[0]), *(table.copy() for table in tables), COSTS.mesh.pp)
+    asked = (
+        *(of_pass[None] for of_pass in counted[0][1:]),
+        *(table.copy() for table in tables),
+        COSTS.mesh.pp,
+    )
     taken = [home.task_bytes(*asked) for home in (kernels, reference)]
     for one, other in zip(*taken):
         assert one.tolist() == other.tolist()

@@ -486,6 +486,18 @@ def test_chunks_in_turn_hold_what_is_predicted(recompute, saved, offload):
     check("GQA", plan, saved)
 
 
+@EACH_WAY
+@pytest.mark.parametrize("splits", mostly([True], [False, True]))
+@pytest.mark.parametrize("name", mostly(["MHA"], ["GQA", "MHA"]))
+def test_micropacks_of_whole_documents_hold_what_is_predicted(name, recompute, saved, offload, splits):
+    packs: list[list[Slice]] = [[(3 * pack + d, 0, 80 + 40 * d) for d in range(3)] for pack in range(4)]
+    plan = plan_of_slices([80, 120, 160] * 4, packs, recompute=recompute, splits_backward=splits)
+    if splits:
+        tasks = np.array([FORWARD] * 4 + [BACKWARD, WEIGHT] * 4, np.uint8)
+        plan = replace(plan, tasks=tasks, task_offsets=np.array([0, len(tasks)], np.int32))
+    check(name, replace(plan, offload=offload), saved, 0.005)
+
+
 @HEADS
 @MOST_AND_LEAST
 def test_weight_gradients_apart_hold_what_is_predicted(name, recompute, saved, offload):

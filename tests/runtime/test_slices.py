@@ -151,13 +151,15 @@ def test_every_byte_of_a_step_is_given_back(recompute):
     assert left < 2000  # losses, labels and positions
 
 
-def test_recomputation_keeps_layer_inputs_keys_and_values_alone():
+@pytest.mark.parametrize("cuts", [[(0, 0, 256)], [(0, 0, 100), (0, 100, 256)]])
+def test_recomputation_keeps_layer_inputs_and_keys_and_values_of_cut_documents_alone(cuts):
     model, tokens = tiny("llama", torch.float32), tokens_of([256])
-    plan = one_gpu_plan([256], [[(0, 0, 256)]], recompute="full")
+    plan = one_gpu_plan([256], [[cut] for cut in cuts], recompute="full")
     with bytes_meter(tokens.device) as meter:
         run = run_step(model, tokens, plan, meter=meter)
 
-    assert run.task_runs[0].live_bytes[0] == pytest.approx(256 * 2 * (32 + 2 * 2 * 8) * 4, rel=0.1)
+    widths = 32 if len(cuts) == 1 else 32 + 2 * 2 * 8
+    assert run.task_runs[0].live_bytes[len(cuts) - 1] == pytest.approx(256 * 2 * widths * 4, rel=0.1)
 
 
 def test_tracked_bytes_follow_storages_and_not_views():

@@ -262,6 +262,7 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
     size = len(slice_offsets) - 1
     priced = np.zeros((size, NUM_COLUMNS))
     scalars, launch_s, head_flops = _scalars(rates), rates.launch_s, rates.head_flops
+    slice_launch_s, slice_launch_back_s = rates.slice_launch_s, rates.slice_launch_back_s
     keys, forward_s, backward_s, scale = rates.key_lengths, rates.forward_s, rates.backward_s, rates.row_scale
     query_rows, gemm_rows = rates.query_rows, rates.gemm_rows
     gemm_s, gemm_backward_s = rates.gemm_s, rates.gemm_backward_s
@@ -274,7 +275,7 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
             rows += (stops[one] - starts[one]) / (scalars.cp * num_ranks[one])
         point = _grid_point(rows, scale, query_rows, gemm_rows, gemm_s, gemm_backward_s)
         forward, backward, exchange, exchange_back = 0.0, 0.0, 0.0, 0.0
-        latency, host = 0.0, 0.0
+        latency, host, launched = 0.0, 0.0, 0
         for one in range(first, last):
             start, stop, group = float(starts[one]), float(stops[one]), scalars.cp * num_ranks[one]
             attended, attended_back = _attention(
@@ -287,11 +288,14 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
             exchange += max(0.0, moved - scalars.exchange_overlap * attended)
             exchange_back += max(0.0, moved_back - scalars.exchange_overlap * attended_back)
             host += start / group
+            launched += start > 0.0
         linear = rows * point.gemm_floor * point.gemm_s
         linear_back = rows * point.gemm_floor * point.gemm_backward_s
         forward += scalars.linear_flops * linear + scalars.collective_s * rows + launch_s
+        forward += slice_launch_s * launched
         again = scalars.recompute * forward
         backward += again + scalars.linear_flops * linear_back + launch_s
+        backward += slice_launch_back_s * launched
         backward += (scalars.collective_s + scalars.reuse_s) * rows
         forward = forward + exchange + latency
         backward = backward + exchange_back + scalars.exchanges_back * latency

@@ -40,14 +40,14 @@ class Memory:
     kept_for_weight_bytes: FloatArray
     """float64 `[num_chunks]`: per row, from input gradients to weight gradients if these are separate tasks."""
     forward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 7]`: bytes per count of a MicroPack (`OWN`, `AHEAD`, … below) at each moment that
+    """float64 `[num_chunks, peaks, 8]`: bytes per count of a MicroPack (`OWN`, `AHEAD`, … below) at each moment that
     may be the peak of a forward task; its peak is the largest sum."""
     forward_left: FloatArray
-    """float64 `[num_chunks, 7]`: bytes per count that a forward task leaves allocated."""
+    """float64 `[num_chunks, 8]`: bytes per count that a forward task leaves allocated."""
     backward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 14]`: as `forward_peaks`."""
+    """float64 `[num_chunks, peaks, 15]`: as `forward_peaks`."""
     backward_left: FloatArray
-    """float64 `[num_chunks, 14]`: bytes that a backward task leaves allocated, less those that it frees."""
+    """float64 `[num_chunks, 15]`: bytes that a backward task leaves allocated, less those that it frees."""
     first_bytes: FloatArray
     """float64 `[2, num_chunks]`: per row of the first MicroPack of each pass, received before any task runs."""
     limit_bytes: float
@@ -121,7 +121,9 @@ def memory_of(
     - While a layer's backward pass runs, gradients of its widest activations exist too.
     - With kernels="eager", layers store more, and temporaries are those of transformers; logits exist only in
       backward tasks, and are freed before the first layer's backward pass.
-    - Keys and values of a whole document are allocated at its first slice.
+    - Keys and values of a document that is cut are allocated at its first slice, for all of its tokens. With
+      kernels="eager", those of a document that is whole in one MicroPack of each pass are a part of the graph: on the
+      device, and only while its layer runs if that is recomputed.
     - With offload="kv", keys, values and their gradients of `LAYERS_ON_DEVICE` layers of running documents are on the
       GPU, and all others in host memory.
     - With saved="stage", rows hold the input of the first layer of their chunk, in host memory if keys and values
@@ -155,8 +157,10 @@ def memory_of(
     taken, back_taken = sent.taken(FORWARD_COUNTS)[0], sent.taken(BACKWARD_COUNTS)[1]
     left, back_left = np.zeros_like(taken), np.zeros_like(back_taken)
     left[:, OWN], left[:, AHEAD] = held, chunks.near * layers
+    # Recomputed layers keep no keys and values of whole documents, and graphs keep them on the device.
+    left[:, WHOLE] = (chunks.far * (layers - num_again) - chunks.near * num_again) * is_eager
     back_left[:, OWN], back_left[:, RETURNED] = apart * splits_backward - (held - inputs), -inputs
-    back_left[:, OPENED], back_left[:, CLOSED] = gradient, -gradient
+    back_left[:, OPENED], back_left[:, CLOSED], back_left[:, WHOLE] = gradient, -gradient, -left[:, WHOLE]
     return Memory(
         state_bytes=_state_bytes(
             model, mesh, stages, kernels, bytes_per_parameter(mesh, states, gathered), units
@@ -447,17 +451,18 @@ INDEX_BYTES: Final = 24.0
 # Counts of a forward MicroPack, on one GPU:
 # OWN: its rows. AHEAD: rows of documents that begin in it beyond its own, less its own rows of documents that began
 # earlier. NEAR: tokens of its documents up to its end. GATHERED, SHARED: tokens of the longest document that ranks
-# share, of all ranks and of this one. NEXT, BEFORE: rows of the next and the previous MicroPack.
-OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE = range(7)
-# Counts of a backward MicroPack, besides OWN, GATHERED, SHARED, NEXT, BEFORE, and NEAR, which counts tokens with
-# gradients three times:
+# share, of all ranks and of this one. NEXT, BEFORE: rows of the next and the previous MicroPack. WHOLE: rows of
+# documents that are whole in one MicroPack of each pass, whose keys and values are in no cache.
+OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE, WHOLE = range(8)
+# Counts of a backward MicroPack, besides OWN, GATHERED, SHARED, NEXT, BEFORE, WHOLE, and NEAR, which counts tokens
+# with gradients three times:
 # OPENED: earlier rows of documents that end in it, whose dK/dV is allocated. CLOSED: its other rows, whose dK/dV is
 # freed. KEYS: earlier tokens of one document, up to BACKWARD_KEYS. MOVED: the same, or the rows copied as memory is
 # freed, if these are more. HEAD: rows of its logits. ANY: 1 if it holds rows. RETURNED: rows of the forward slices
 # whose first row it holds, which are freed as a whole. COPIED: if it reads several pieces, its rows less those (may
 # be < 0).
-OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED, COPIED = 1, 7, 8, 9, 10, 11, 12, 13
-FORWARD_COUNTS, BACKWARD_COUNTS = 7, 14
+OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED, COPIED = 1, 8, 9, 10, 11, 12, 13, 14
+FORWARD_COUNTS, BACKWARD_COUNTS = 8, 15
 
 
 class Messages(NamedTuple):
@@ -518,9 +523,9 @@ class Chunks:
 
 
 def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: FloatArray) -> FloatArray:
-    """Return bytes per count at the peaks of a forward task, float64 `[chunks, peaks, 7]`.
+    """Return bytes per count at the peaks of a forward task, float64 `[chunks, peaks, 8]`.
 
-    `left` is what it leaves, without messages; `taken` is that of messages; both `[chunks, 7]`.
+    `left` is what it leaves, without messages; `taken` is that of messages; both `[chunks, 8]`.
     """
     has_stored = chunks.num_again < chunks.layers
     # The input of the last layer, if it isn't stored, and the received message, which may have been copied.
@@ -533,13 +538,16 @@ def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: Fl
     # In the last layer; the activations after attention don't exist yet.
     attention[:, OWN] += layer.attention_forward - np.where(has_stored, layer.stored - layer.kv, 0.0)
     attention[:, GATHERED], attention[:, SHARED] = 2 * layer.kv + INDEX_BYTES, layer.kv
+    attention[:, WHOLE] += np.where(has_stored, 0.0, layer.kv)
+    for peak in (run, attention):
+        peak[:, WHOLE] -= peak[:, NEAR]
     return _needed([run, attention])
 
 
 def backward_peaks(
     layer: LayerBytes, chunks: Chunks, taken: FloatArray, units: Units | None = None
 ) -> FloatArray:
-    """Return bytes per count at the peaks of a backward task, float64 `[chunks, peaks, 14]`; `taken` of messages."""
+    """Return bytes per count at the peaks of a backward task, float64 `[chunks, peaks, 15]`; `taken` of messages."""
     num_stored, last = chunks.layers - chunks.num_again, chunks.layers - 1
     # Affine in the finished layers, except where recomputation begins and while the first gradients are allocated.
     corners = [0 * last, np.maximum(num_stored - 1, 0), np.minimum(num_stored, last), last]
@@ -575,8 +583,12 @@ def backward_peaks(
         embedding[:, ANY] = np.maximum(units.message + gradient, gradient * units.sums) - units.always
         embedding *= (units.embedding > 0)[:, np.newaxis]
         peaks.append(embedding)
+    logits[:, WHOLE] = layer.kv * is_made
     logits *= has_logits[:, np.newaxis]
-    return _needed([*peaks, logits])
+    peaks.append(logits)
+    for peak in peaks:  # NEAR counts whole documents too
+        peak[:, WHOLE] = (peak[:, WHOLE] - peak[:, NEAR]) * layer.is_eager
+    return _needed(peaks)
 
 
 def _in_layer(
@@ -589,6 +601,7 @@ def _in_layer(
     begins[:, OWN] += made + np.where(is_again, layer.backward_again, layer.backward_stored)
     attention[:, OWN] += made + np.where(is_again, layer.attention_again, layer.attention_stored)
     for peak in (begins, attention):
+        peak[:, WHOLE] += np.where(is_again, layer.kv, 0.0)  # of the layer that runs
         _finish(peak, layer, chunks, done)
         peak[:, COPIED] += _copied(layer, chunks, is_again)
     if chunks.splits:
@@ -636,6 +649,8 @@ def _finish(peak: FloatArray, layer: LayerBytes, chunks: Chunks, done: FloatArra
     peak[:, OWN] += chunks.splits * (layer.waiting_stored * stored + layer.waiting_again * again) - freed
     peak[:, RETURNED] -= (again - made) * layer.hidden
     peak[:, CLOSED] -= 2 * chunks.near * done
+    # Of whole documents, recomputed layers held no keys and values, and graphs did.
+    peak[:, WHOLE] += again * chunks.near - stored * chunks.far
 
 
 def _copied(layer: LayerBytes, chunks: Chunks, is_again: npt.NDArray[np.bool_]) -> FloatArray:

@@ -28,7 +28,7 @@ from varlen.cost.memory import (
     memory_of,
     reused_bytes,
 )
-from varlen.cost.rates import Rates
+from varlen.cost.rates import LAYER_LAUNCHES, SLICE_LAUNCHES, Rates
 from varlen.cost.shape import (
     BACKWARD_RATIO,
     CACHE_SIZE,
@@ -270,6 +270,7 @@ class CostModel:
             head_flops=2.0 * model.head_parameters / mesh.tp,
             num_layers=float(model.layers),
             launch_s=0.0 if is_quick else hardware.launch_s,
+            **self._slice_launches(0.0 if is_quick else hardware.launch_s),
             recompute=again,
             reuse_s=self._reuse_s(mesh),
             collective_s=self._collective_s(mesh),
@@ -282,6 +283,12 @@ class CostModel:
             # Keys and values in, and their float32 gradients in and out on the other direction of the link.
             host_back_s_per_token=3.0 * kv * host_s,
         )
+
+    def _slice_launches(self, launch_s: float) -> dict[str, Any]:
+        """Return seconds of what each slice with earlier tokens launches, as a share of what its layer does."""
+        shares = [one / all_ for one, all_ in zip(SLICE_LAUNCHES, LAYER_LAUNCHES)]
+        names = ("slice_launch_s", "slice_launch_back_s")
+        return {name: launch_s * share * (self.kernels == "eager") for name, share in zip(names, shares)}
 
     def _exchanges(self, kv: float, queries: float, outputs: float, again: float) -> dict[str, Any]:
         """Return what GPUs that share a document exchange, except keys and values forward; bytes are per token."""

@@ -23,6 +23,14 @@ ROWS: Final = 6
 NUM_COLUMNS: Final = 7
 
 
+LAYER_LAUNCHES: Final = (36, 78)
+"""Kernels that a layer of transformers (Llama) launches in a forward and in a backward run on a MicroPack, however
+many documents are whole in it. Recomputation is a forward run besides."""
+SLICE_LAUNCHES: Final = (4, 12)
+"""Kernels that each slice with earlier tokens adds: its keys and values go into a cache, its attention is a call of
+its own, and what it sends to earlier tokens is added up."""
+
+
 class Rates(NamedTuple):
     """Seconds and bytes of a slice on one GPU of a mesh, per average layer, from `CostModel.rates`.
 
@@ -67,6 +75,10 @@ class Rates(NamedTuple):
     """Layers of the model."""
     launch_s: float
     """Fixed seconds of each run of a layer."""
+    slice_launch_s: float
+    """Fixed seconds of each slice with earlier tokens in a forward run of a layer; others are launched together."""
+    slice_launch_back_s: float
+    """The same in a backward run."""
     recompute: float
     """Recomputed forward passes of an average layer."""
     reuse_s: float

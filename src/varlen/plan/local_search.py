@@ -70,9 +70,9 @@ class BlockWork:
     send_backward: FloatArray
     after: Int32Array
     counts_forward: FloatArray
-    """float64 `[ranks, 7, forward MicroPacks]`: as `forward_counts`."""
+    """float64 `[ranks, 8, forward MicroPacks]`: as `forward_counts`."""
     counts_backward: FloatArray
-    """float64 `[ranks, 14, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
+    """float64 `[ranks, 15, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
 
 
 def work_of_block(
@@ -88,16 +88,15 @@ def work_of(forward: BlockComposition, backward: BlockComposition, costs: StageC
     (ranks, count), cp = forward.chains.shape, costs.mesh.cp
     rank_offsets = _rank_offsets(forward)
     ahead = priced(costs, forward.slice_offsets, forward.slices)
-    counts = forward_counts(forward.slice_offsets, forward.slices, rank_offsets, cp)
+    both = (forward.slice_offsets, forward.slices), (backward.slice_offsets, backward.slices)
+    counts = forward_counts(*both, rank_offsets, cp)
     back, back_offsets = ahead, rank_offsets
     if backward is not forward:
         back = priced(costs, backward.slice_offsets, backward.slices)
         back_offsets = _rank_offsets(backward)
     back = back[backward.order]
     order = backward.order.ravel()
-    back_counts = backward_counts(
-        backward.slice_offsets, backward.slices, order, back_offsets, cp, forward.slices
-    )
+    back_counts = backward_counts(*both, order, back_offsets, cp)
     latency, per_row = costs.send_latency_s, costs.send_s_per_row
     return BlockWork(
         ahead=ahead.reshape(ranks, count, NUM_COLUMNS),

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.cost import kernels
-from varlen.cost.memory import NEAR, OPENED, OWN, RETURNED
+from varlen.cost.memory import NEAR, OPENED, OWN, RETURNED, WHOLE
 from varlen.cost.model import CostModel
 from varlen.cost.rates import Rates
 from varlen.plan import kernels_compose
@@ -250,7 +250,9 @@ def _groupings(
     # All rows of a document are in memory when its last slice runs backward, which opens gradients of those before
     # it.
     last = costs.memory.backward_peaks
-    own = last[:, :, OWN] + last[:, :, RETURNED]  # pieces of a whole document are returned with their rows
+    # Pieces of a whole document are returned with their rows, and its keys and values aren't held.
+    own = last[:, :, OWN] + last[:, :, RETURNED] + last[:, :, WHOLE]
+    own = own + costs.memory.forward_left[:, np.newaxis, WHOLE]
     more = (np.minimum(own, last[:, :, OPENED]) + last[:, :, NEAR]).max(axis=1, initial=0)
     least = held + more.reshape(-1, costs.mesh.pp).min(axis=0)
     most_held = costs.mesh.cp * float((costs.limits / np.maximum(least, 1e-9)).min())

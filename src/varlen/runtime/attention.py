@@ -3,7 +3,9 @@
 It is called through transformers' registry, so no model is patched. On CUDA a kernel computes whole slices; elsewhere
 the tokens before a slice and its own rows are two calls, merged by log-sum-exp, without a mask or a copy of keys. The
 backward adds the gradients of earlier tokens to the cache, where the backward of their own slice finds them. So one
-ordinary `backward` per MicroPack, last to first, gives the exact gradient of the uncut document.
+ordinary `backward` per MicroPack, last to first, gives the exact gradient of the uncut document. Documents that are
+whole in one MicroPack need no cache: the graph keeps their keys and values, and a kernel computes all of them in one
+call.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from varlen.attention.rectangles import Pair, Partial, joined
 from varlen.attention.rules import LayerRules, rules_of_call
 from varlen.errors import ModelError
 from varlen.runtime.casting import lowered, uncast
-from varlen.runtime.kv_cache import CachedSlice, DocumentCache
+from varlen.runtime.kv_cache import CachedSlice, DocumentCache, Slices, WholeDocuments, contiguous_tokens
 from varlen.runtime.mesh.shared_documents import OwnRows, Span
 
 NAME = "varlen_slices"
@@ -45,7 +47,7 @@ def slice_attention(
     scaling: float | None = None,
     *,
     s_aux: torch.Tensor | None = None,
-    slices: Sequence[CachedSlice] | None = None,
+    slices: Slices | None = None,
     choice: KernelChoice | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -90,20 +92,28 @@ def chunk_width(layer: Any) -> int:
     )
 
 
-def chunked(slices: Sequence[CachedSlice], width: int) -> list[CachedSlice]:
+def chunked(slices: Slices, width: int) -> list[CachedSlice | WholeDocuments]:
     """Cut slices where a layer's chunks begin: each chunk is a document of its own there, with its own cache."""
-    if any(piece.own_rows is not None for piece in slices):
+    if any(isinstance(piece, CachedSlice) and piece.own_rows is not None for piece in slices):
         raise ModelError(
             f"layers with chunks of {width:,} tokens don't attend to documents that ranks share; plan with "
             "Search(merges=False)"
         )
+    return [part for piece in slices for part in _chunks(piece, width)]
+
+
+def _chunks(piece: CachedSlice | WholeDocuments, width: int) -> list[CachedSlice | WholeDocuments]:
+    if isinstance(piece, WholeDocuments):
+        lengths = (
+            min(width, length - first) for length in piece.lengths for first in range(0, length, width)
+        )
+        return [WholeDocuments(tuple(lengths))]
     return [
         CachedSlice(
             cache=piece.cache.chunk(first, width),
             start=max(piece.start - first, 0),
             stop=min(piece.stop - first, width),
         )
-        for piece in slices
         for first in range(piece.start - piece.start % width, piece.stop, width)
     ]
 
@@ -112,7 +122,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    slices: Sequence[CachedSlice],
+    slices: Slices,
     *,
     layer: int,
     rules: LayerRules,
@@ -121,7 +131,8 @@ def attend(
 ) -> torch.Tensor:
     """Attend from every slice to its document up to itself, and keep its keys and values in the document's cache.
 
-    Slices of a document must come first to last here, and go last to first through the backward.
+    Slices of a document must come first to last here, and go last to first through the backward. Whole documents
+    come before all slices.
 
     Args:
         query: `[1, query_heads, rows, dim]`.
@@ -143,15 +154,23 @@ def attend(
 class Call(NamedTuple):
     """The arguments of one call of attention that aren't tensors."""
 
-    slices: Sequence[CachedSlice]
+    slices: Slices
     layer: int
     rules: LayerRules
     kernel: Kernel | None
+
+    @property
+    def whole(self) -> WholeDocuments | None:
+        """The documents that need no cache, whose rows come first."""
+        first = self.slices[0] if self.slices else None
+        return first if isinstance(first, WholeDocuments) else None
 
     def groups(self) -> Iterator[Sequence[CachedSlice]]:
         """Yield slices that are computed in one call: with a kernel, neighbours that begin their documents."""
         group: list[CachedSlice] = []
         for piece in self.slices:
+            if isinstance(piece, WholeDocuments):
+                continue
             if group and (self.kernel is None or self._is_apart(piece) or self._is_apart(group[0])):
                 yield group
                 group = []
@@ -198,6 +217,11 @@ class _SliceAttention(torch.autograd.Function):
         call: Call,
     ) -> torch.Tensor:
         parts, row = [], 0
+        kept: tuple[torch.Tensor, ...] = ()
+        if call.whole is not None:
+            row, pair = call.whole.rows, _first_rows(call.whole.rows, key, value)
+            parts += _forward_documents(query[:, :, :row], pair, call.whole, call)
+            kept = tuple(map(_alone, pair)) if any(ctx.needs_input_grad) else ()
         for group in call.groups():
             first, pairs = row, []
             if group[0].own_rows is not None:
@@ -217,14 +241,14 @@ class _SliceAttention(torch.autograd.Function):
         out, lse = joined([x for x, _ in parts]), torch.cat([x for _, x in parts], 2)
         if sinks is not None:
             out, lse = rectangles.with_sinks((out, lse), sinks)
-        ctx.save_for_backward(query, out, lse, sinks)
+        ctx.save_for_backward(query, out, lse, sinks, *kept)
         ctx.call, ctx.none = call, _none_of(key, value)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, out, lse, sinks = ctx.saved_tensors
+        query, out, lse, sinks, *kept = ctx.saved_tensors
         call: Call = ctx.call
         by_sinks = None
         if ctx.needs_input_grad[3]:
@@ -240,8 +264,53 @@ class _SliceAttention(torch.autograd.Function):
             parts.append(call.backward(*given, group))
             for piece in reversed(group):
                 piece.cache.release(call.layer, piece.start)
+        if call.whole is not None:
+            given = (gradient[:, :, :stop], query[:, :, :stop], (out[:, :, :stop], lse[:, :, :stop]))
+            parts += _backward_documents(*given, (kept[0], kept[1]), call.whole, call)
         by_query, by_key, by_value = (joined(each) for each in zip(*parts[::-1]))
         return by_query, by_key, by_value, by_sinks, None
+
+
+def _first_rows(count: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
+    return key[:, :, :count], value[:, :, :count]
+
+
+def _alone(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows that keep no other bytes alive, such as the rest of a projection that they are a part of."""
+    is_alone = rows.untyped_storage().nbytes() == rows.numel() * rows.element_size()
+    return rows if is_alone else contiguous_tokens(rows, rows.shape[2])
+
+
+def _forward_documents(query: torch.Tensor, pair: Pair, whole: WholeDocuments, call: Call) -> list[Partial]:
+    """Attend within whole documents, whose keys and values are those of the rows: in one call with a kernel."""
+    if call.kernel is not None:
+        given = Qkv(*map(tokens_of, (query, *pair)))
+        out, lse = call.kernel.forward(given, Lengths(whole.lengths, whole.lengths), call.rules)
+        return [(heads_of(out), lse[None])]
+    parts = (x.split_with_sizes(whole.lengths, 2) for x in (query, *pair))
+    return [tiles.forward(rows, (keys, values), 0, call.rules) for rows, keys, values in zip(*parts)]
+
+
+def _backward_documents(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    merged: Partial,
+    pair: Pair,
+    whole: WholeDocuments,
+    call: Call,
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return the gradients of the queries, keys and values of `_forward_documents`, those of the last rows first."""
+    if call.kernel is not None:
+        given = Qkv(*map(tokens_of, (query, *pair)))
+        before = (tokens_of(merged[0]), merged[1][0].contiguous())
+        lengths = Lengths(whole.lengths, whole.lengths)
+        found = call.kernel.backward(tokens_of(gradient), given, before, lengths, call.rules)
+        return [(heads_of(found.query), heads_of(found.key), heads_of(found.value))]
+    parts = [x.split_with_sizes(whole.lengths, 2) for x in (gradient, query, *pair, *merged)]
+    return [
+        tiles.backward(by_out, rows, (keys, values), (out, lse), 0, call.rules, earlier=None, own=None)
+        for by_out, rows, keys, values, out, lse in reversed(list(zip(*parts)))
+    ]
 
 
 def _backward_in_tiles(

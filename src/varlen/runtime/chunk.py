@@ -8,6 +8,7 @@ graphs form one graph.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +28,17 @@ from varlen.errors import PlanError
 from varlen.runtime.attention import chunk_width
 from varlen.runtime.casting import lowered, uncast, ungraphed
 from varlen.runtime.decoder import EMBEDDING, DecoderParts, Positions
-from varlen.runtime.kv_cache import CachedSlice, DocumentCache, HostCache, HostLink, HostRows, RowStack, Visit
+from varlen.runtime.kv_cache import (
+    CachedSlice,
+    DocumentCache,
+    HostCache,
+    HostLink,
+    HostRows,
+    RowStack,
+    Slices,
+    Visit,
+    WholeDocuments,
+)
 from varlen.runtime.main_grads import add_product
 from varlen.runtime.mesh.shared_documents import SharedDocument, own_tokens, rows_of, with_idle_row
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Offload, SliceKey, StepPlan
@@ -97,15 +108,39 @@ def loss_scale(plan: StepPlan, num_targets: int) -> float:
     return 2.0 ** max(0, math.floor(math.log2(num_targets * min(1.0, _GAIN / rows))))
 
 
+def whole_documents(plan: StepPlan) -> dict[int, int]:
+    """Return the documents that are whole in one MicroPack of each pass and aren't shared by ranks.
+
+    Each has a number, and documents that are in the same MicroPacks have the same.
+    """
+    passes = plan.forward, plan.backward
+    counts = [np.bincount(packs.document_ids, minlength=len(plan.lengths)) for packs in passes]
+    whole = np.flatnonzero((counts[0] == 1) & (counts[1] == 1) & (plan.num_ranks == 1))
+    places = np.zeros((2, len(plan.lengths)), np.int64)
+    for of_pass, packs in zip(places, passes):
+        of_pass[packs.document_ids] = packs.micropack_of_slice
+    numbers = places[0] * plan.backward.num_micropacks + places[1]
+    return dict(zip(whole.tolist(), numbers[whole].tolist()))
+
+
 @dataclass(slots=True)
 class _Document:
-    """What is stored of a document between its tasks."""
+    """What is stored of a document between its tasks, or of whole documents that are in the same MicroPacks."""
 
-    cache: DocumentCache
+    cache: DocumentCache | None  # None for whole documents
     inputs: dict[int, RowStack] = field(default_factory=dict)
     """By layer whose input is stored: `[tokens, hidden]` into it."""
     forward_to: int = 0  # tokens that have run forward
     backward_from: int = -1  # tokens that haven't run backward; -1 before the first backward slice
+
+    def takes_turn(self, start: int, stop: int, length: int, kind: int) -> bool:
+        """Note that a slice runs, and return whether it goes on from the one before."""
+        if kind == FORWARD:
+            expected, self.forward_to = self.forward_to == start, stop
+        else:
+            left = length if self.backward_from < 0 else self.backward_from
+            expected, self.backward_from = self.forward_to == length and left == stop, start
+        return expected
 
 
 class ChunkStep:
@@ -118,6 +153,7 @@ class ChunkStep:
         data: StepData,
         *,
         layers_again: int,
+        whole: Mapping[int, int] | None = None,
         splits_backward: bool = False,
         saved: Saved = "layers",
         is_selective: bool = False,
@@ -155,6 +191,7 @@ class ChunkStep:
                 'chunks (attention_chunk_size); choose offload="none"'
             )
         self._link = HostLink(data.input_ids.device) if is_far else None
+        self._whole = whole or {}
         self._rows_are_far = is_far and saved == "stage"
         self._documents: dict[int, _Document] = {}
         self._graphs: dict[SliceKey, Leaf] = {}
@@ -206,8 +243,8 @@ class ChunkStep:
             self.units.gather(self._parts.head_unit)
             self._keep_losses(own, self._parts.head_losses(hidden, labels), weights)
             self.units.release(self._parts.head_unit)
-        for document, _, stop in key:
-            if stop == self._length(document):
+        for document, _, stop in self._held(key):
+            if document < 0 or stop == self._length(document):
                 del self._documents[document]
 
     def backward(self, key: SliceKey, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -235,7 +272,7 @@ class ChunkStep:
                 assert first.grad is not None
                 gradient = first.grad
         assert gradient is not None
-        for document, start, _ in key:
+        for document, start, _ in self._held(key):
             if start == 0:
                 del self._documents[document]
         if not self.has_embedding:
@@ -285,7 +322,7 @@ class ChunkStep:
             self._waiting.setdefault(key, []).append((layer, self._later.take()))
 
     def _gathered(
-        self, layer: int, hidden: torch.Tensor, positions: Positions, slices: Sequence[CachedSlice]
+        self, layer: int, hidden: torch.Tensor, positions: Positions, slices: Slices
     ) -> torch.Tensor:
         """Run a layer, whose weights aren't needed afterwards."""
         self.units.gather(layer)
@@ -293,9 +330,7 @@ class ChunkStep:
         self.units.release(layer)
         return out
 
-    def _run(
-        self, layer: int, hidden: torch.Tensor, positions: Positions, slices: Sequence[CachedSlice]
-    ) -> torch.Tensor:
+    def _run(self, layer: int, hidden: torch.Tensor, positions: Positions, slices: Slices) -> torch.Tensor:
         rows = hidden.shape[1]
         hidden = hidden if rows else with_idle_row(hidden)
         with self._later or nullcontext():
@@ -327,49 +362,70 @@ class ChunkStep:
     def _length(self, document: int) -> int:
         return int(self._data.offsets[document + 1] - self._data.offsets[document])
 
-    def _slices(self, key: SliceKey, kind: int) -> list[CachedSlice]:
-        """Return a MicroPack's slices with the caches of their documents, which the first slice makes."""
-        slices = []
-        for number, start, stop in key if kind == FORWARD else reversed(key):
-            length = self._length(number)
-            shared = self._shared.get(number)
-            rows = length if shared is None else shared.rows
-            document = self._documents.setdefault(number, _Document(self._cache(rows)))
-            if kind == FORWARD:
-                expected, document.forward_to = document.forward_to == start, stop
+    def _held(self, key: SliceKey) -> SliceKey:
+        """Return a MicroPack's slices, whole documents of the same number as one document, `~number`, of all rows."""
+        held: list[tuple[int, int, int]] = []
+        for number, pieces in itertools.groupby(key, lambda piece: self._whole.get(piece[0])):
+            if number is None:
+                held += pieces
             else:
-                left = length if document.backward_from < 0 else document.backward_from
-                expected, document.backward_from = document.forward_to == length and left == stop, start
-            if not expected:
-                raise PlanError(
-                    f"{'forward' if kind == FORWARD else 'backward'} slice {start:,}-{stop:,} of document {number}, "
-                    f"of {length:,} tokens, is out of turn; slices run forward first to last, then backward last to "
-                    "first"
-                )
-            own_rows = None if shared is None else shared.own_rows(start, stop)
-            slices.append(CachedSlice(cache=document.cache, start=start, stop=stop, own_rows=own_rows))
+                held.append((~number, 0, sum(stop for _, _, stop in pieces)))
+        return tuple(held)
+
+    def _slices(self, key: SliceKey, kind: int) -> Slices:
+        """Return a MicroPack's slices with the caches of their documents, which the first slice makes."""
+        held, slices = self._held(key), []
+        for number, start, stop in held if kind == FORWARD else reversed(held):
+            shared = self._shared.get(number)
+            length = stop if number < 0 else self._length(number)
+            if number not in self._documents:
+                cache = None if number < 0 else self._cache(length if shared is None else shared.rows)
+                self._documents[number] = _Document(cache)
+            document = self._documents[number]
+            if not document.takes_turn(start, stop, length, kind):
+                raise self._out_of_turn((number, start, stop), kind)
+            if document.cache is not None:
+                own_rows = None if shared is None else shared.own_rows(start, stop)
+                piece = CachedSlice(cache=document.cache, start=start, stop=stop, own_rows=own_rows)
+                slices.append(piece)
+        slices = slices if kind == FORWARD else slices[::-1]
+        if lengths := tuple(stop for document, _, stop in key if document in self._whole):
+            return [WholeDocuments(lengths), *slices]
         if not any(piece.rows for piece in slices):
             slices.append(CachedSlice(cache=DocumentCache(1), start=0, stop=1))
-        return slices if kind == FORWARD else slices[::-1]
+        return slices
+
+    def _out_of_turn(self, piece: tuple[int, int, int], kind: int) -> PlanError:
+        number, start, stop = piece
+        if number < 0:
+            number = next(document for document, same in self._whole.items() if same == ~number)
+            stop = self._length(number)
+        return PlanError(
+            f"{'forward' if kind == FORWARD else 'backward'} slice {start:,}-{stop:,} of document {number}, of "
+            f"{self._length(number):,} tokens, is out of turn; slices run forward first to last, then backward last "
+            "to first"
+        )
 
     def _cache(self, length: int) -> DocumentCache:
         return DocumentCache(length) if self._link is None else HostCache(length, link=self._link)
 
     def _keep(self, key: SliceKey, layer: int, hidden: torch.Tensor) -> None:
         """Keep a layer's input; that of a single slice isn't copied."""
-        row = 0
-        for document, start, stop in rows_of(key, self._shared):
+        row, held = 0, rows_of(self._held(key), self._shared)
+        for document, start, stop in held:
             rows = hidden[0, row : row + stop - start].detach()
             row += stop - start
             inputs = self._documents[document].inputs
             if layer not in inputs:
                 assert self._link is not None or not self._rows_are_far
                 inputs[layer] = HostRows(self._link) if self._rows_are_far and self._link else RowStack()
-            is_shared = len(key) > 1 and not self._rows_are_far  # or one document's rows would keep all alive
+            is_shared = (
+                len(held) > 1 and not self._rows_are_far
+            )  # or one document's rows would keep all alive
             inputs[layer].add(rows.clone() if is_shared else rows)
 
     def _into(
-        self, key: SliceKey, layer: int, positions: Positions | None, slices: Sequence[CachedSlice]
+        self, key: SliceKey, layer: int, positions: Positions | None, slices: Slices
     ) -> tuple[torch.Tensor, Positions]:
         """Return a layer's input, `[1, rows, hidden]`, which is removed, and the rows' positions."""
         if self._made:
@@ -389,7 +445,7 @@ class ChunkStep:
         """Return the stored input of a layer, `[1, rows, hidden]`; a single piece isn't copied."""
         pieces = [
             piece
-            for document, start, stop in reversed(rows_of(key, self._shared))
+            for document, start, stop in reversed(rows_of(self._held(key), self._shared))
             for piece in reversed(self._documents[document].inputs[layer].take(stop - start))
         ]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces[::-1]))[None]
@@ -397,7 +453,7 @@ class ChunkStep:
     @contextlib.contextmanager
     def _near(self, key: SliceKey, kind: int) -> Iterator[None]:
         """Have keys and values from host memory on the device while a MicroPack runs."""
-        key = rows_of(key, self._shared)
+        key = rows_of(self._held(key), self._shared)
         caches: dict[int, HostCache] = {}
         for document, _, _ in key:
             cache = self._documents[document].cache

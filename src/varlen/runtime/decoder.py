@@ -27,7 +27,7 @@ from varlen.errors import ModelError
 from varlen.model_families import FAMILIES, UNKNOWN
 from varlen.runtime.attention import register
 from varlen.runtime.casting import uncast, ungraphed
-from varlen.runtime.kv_cache import CachedSlice
+from varlen.runtime.kv_cache import Slices
 from varlen.runtime.main_grads import add_product, gradient, local
 
 HEAD_ROWS = LOGIT_ROWS  # rows whose logits exist at once
@@ -148,7 +148,7 @@ class DecoderParts:
             return [self.embedding]
         return [self.norm, self.head] if number == self.head_unit else [self.layers[number]]
 
-    def positions(self, slices: Sequence[CachedSlice], like: torch.Tensor) -> Positions:
+    def positions(self, slices: Slices, like: torch.Tensor) -> Positions:
         """Return the arguments of layers that give the positions of rows in their documents.
 
         Args:
@@ -156,7 +156,7 @@ class DecoderParts:
         """
         ranges = [torch.arange(*own) for piece in slices for own in piece.ranges]
         ids = on_device(torch.cat(ranges)[None], like.device)
-        ends = [(piece.rows, piece.length) for piece in slices] if self.by_length else []
+        ends = [end for piece in slices for end in piece.ends] if self.by_length else []
         return Positions(ids, self._rotations(ids, ends, like))
 
     def _rotations(self, ids: torch.Tensor, ends: Sequence[tuple[int, int]], like: torch.Tensor) -> Any:
@@ -186,7 +186,7 @@ class DecoderParts:
         layer: int,
         hidden: torch.Tensor,
         positions: Positions,
-        slices: Sequence[CachedSlice],
+        slices: Slices,
     ) -> torch.Tensor:
         """Run one layer on the rows of a MicroPack.
 

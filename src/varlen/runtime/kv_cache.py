@@ -93,8 +93,11 @@ class DocumentCache:
                 held.pop(layer, None)
             elif layer in held and held[layer][0].shape[2] - start >= FREE_SHARE * held[layer][0].shape[2]:
                 keys, values = held.pop(layer)
-                keys = _copied(keys, start)  # releases the old keys before the values are copied
-                held[layer] = keys, _copied(values, start)
+                keys = contiguous_tokens(keys, start)  # releases the old keys before the values are copied
+                held[layer] = keys, contiguous_tokens(values, start)
+
+
+Ends = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +120,35 @@ class CachedSlice:
         return ((self.start, self.stop),) if self.own_rows is None else self.own_rows.ranges
 
     @property
-    def length(self) -> int:
-        """Tokens of the document."""
-        return self.cache.length if self.own_rows is None else self.own_rows.document.tokens
+    def ends(self) -> Ends:
+        """Its rows, and the tokens of its document."""
+        length = self.cache.length if self.own_rows is None else self.own_rows.document.tokens
+        return [(self.rows, length)]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeDocuments:
+    """The rows of documents that are whole in one MicroPack: none of them needs a cache."""
+
+    lengths: tuple[int, ...]
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", sum(self.lengths))
+
+    @property
+    def ranges(self) -> Ranges:
+        """As `CachedSlice.ranges`, document by document."""
+        return tuple((0, length) for length in self.lengths)
+
+    @property
+    def ends(self) -> Ends:
+        """As `CachedSlice.ends`."""
+        return [(length, length) for length in self.lengths]
+
+
+Slices = Sequence[CachedSlice | WholeDocuments]
+"""The rows of a MicroPack, one after the other; whole documents, if there are some, come first, as one entry."""
 
 
 class RowStack:
@@ -155,7 +184,8 @@ class RowStack:
         return taken[::-1] or [self._none]
 
 
-def _copied(tokens: torch.Tensor, length: int) -> torch.Tensor:
+def contiguous_tokens(tokens: torch.Tensor, length: int) -> torch.Tensor:
+    """Copy the first tokens of `[1, heads, tokens, dim]`."""
     return _tokens(tokens, length, tokens.dtype).copy_(tokens[:, :, :length])
 
 

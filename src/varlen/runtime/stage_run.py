@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from varlen.errors import DeviceMemoryError
-from varlen.runtime.chunk import ChunkStep
+from varlen.runtime.chunk import ChunkStep, whole_documents
 from varlen.runtime.clock import BytesMeter, Clock
-from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, MicroPacks, SliceKey, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, SliceKey, StepPlan
 from varlen.types import FloatArray, Int32Array
 
 
@@ -77,7 +78,7 @@ class StageRunner:
         self._codes: list[int] = plan.tasks[begin:end].tolist()
         if is_forward_only:
             self._codes = [code for code in self._codes if code % KINDS == FORWARD]
-        self._packs = [keys_of(plan.forward, rank), keys_of(plan.backward, rank)]
+        self._packs = [keys_of(plan, kind, rank) for kind in (FORWARD, BACKWARD)]
         self._pp, self._stage, self._last = plan.mesh.pp, stage, plan.mesh.num_chunks - 1
         self._chunks, self._transport, self._clock, self._meter = chunks, transport, clock, meter
         self._rank, self._is_single_gpu = rank, plan.mesh.num_gpus == 1
@@ -180,19 +181,28 @@ class StageRunner:
         )
 
 
-def keys_of(packs: MicroPacks, rank: int) -> list[SliceKey]:
-    """Return a rank's MicroPacks as tuples of their slices, in the order in which their rows stand.
+def keys_of(plan: StepPlan, kind: int, rank: int) -> list[SliceKey]:
+    """Return a rank's MicroPacks of a pass as tuples of their slices, in the order in which their rows stand.
 
     It is the same in both passes, since graphs are found by their slices, and rows come behind those that they attend
-    to; a plan lists the slices of a document in the order of the pass, last to first in the backward one. Those that
-    begin their documents are neighbours, which kernels compute in one call.
+    to; a plan lists the slices of a document in the order of the pass, last to first in the backward one. Documents
+    that are whole come first, those that share their MicroPacks in both passes side by side, and then the slices that
+    begin their documents: kernels compute neighbours of either kind in one call.
+
+    Args:
+        kind: FORWARD or BACKWARD.
     """
+    packs, whole = plan.forward if kind == FORWARD else plan.backward, whole_documents(plan)
     first, last = packs.rank_offsets[rank : rank + 2].tolist()
     bounds = packs.slice_offsets[first : last + 1].tolist()
     columns = (packs.document_ids, packs.starts, packs.stops)
     rows = list(zip(*(column[bounds[0] : bounds[-1]].tolist() for column in columns)))
     packed = [rows[start - bounds[0] : stop - bounds[0]] for start, stop in zip(bounds, bounds[1:])]
-    return [tuple(sorted(pack, key=lambda piece: (piece[1] > 0, piece))) for pack in packed]
+
+    def place(piece: tuple[int, int, int]) -> tuple[float, bool, tuple[int, int, int]]:
+        return whole.get(piece[0], math.inf), piece[1] > 0, piece
+
+    return [tuple(sorted(pack, key=place)) for pack in packed]
 
 
 # `ran_out`: the error of a task that ran out of memory: which task, which documents, and how many rows would fit.

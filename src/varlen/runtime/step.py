@@ -19,7 +19,7 @@ from varlen.cost.memory import Saved, layers_again
 from varlen.cost.shape import ModelShape, stages_of
 from varlen.errors import DeadlockError, DocumentsError, PlanError
 from varlen.plan.check import check_contents
-from varlen.runtime.chunk import AS_THEY_ARE, ChunkStep, Event, StepData, Units
+from varlen.runtime.chunk import AS_THEY_ARE, ChunkStep, Event, StepData, Units, whole_documents
 from varlen.runtime.clock import BytesMeter, Clock
 from varlen.runtime.decoder import IGNORED, DecoderParts
 from varlen.runtime.main_grads import step_gradients, unscale
@@ -238,6 +238,7 @@ def chunk_steps(
 ) -> list[ChunkStep]:
     """Return the chunks of one rank's pipeline."""
     share = plan.recompute_share if plan.recompute == "full" else 0.0
+    whole = whole_documents(plan)
     again = layers_again(np.array([len(each) for each in layers], np.float64), share).astype(int).tolist()
     return [
         ChunkStep(
@@ -245,6 +246,7 @@ def chunk_steps(
             each,
             data,
             layers_again=count,
+            whole=whole,
             splits_backward=plan.splits_backward,
             saved=saved,
             is_selective=plan.recompute != "none",

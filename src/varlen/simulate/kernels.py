@@ -35,6 +35,7 @@ from varlen.cost.memory import (
     OWN,
     RETURNED,
     SHARED,
+    WHOLE,
 )
 from varlen.jit import compiled, inlined
 
@@ -200,8 +201,29 @@ def _in_turn(counts: Float64, rank_offsets: Int32) -> None:
 
 
 @compiled
-def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int) -> Float64:
-    """Return the counts of forward MicroPacks, float64 `[7, MicroPacks]`; see `varlen.cost.memory`."""
+def are_whole(slices: Int32, others: Int32) -> NDArray[np.bool_]:
+    """Return which slices are whole documents, in the other pass too, that ranks don't share; bool `[slices]`."""
+    count = 0
+    for table in (slices, others):
+        for one in range(table.shape[1]):
+            count = max(count, table[3, one] + 1)
+    there, found = np.zeros(count, np.bool_), np.zeros(slices.shape[1], np.bool_)
+    for one in range(others.shape[1]):
+        there[others[3, one]] |= others[0, one] == 0 and others[4, one] == 1
+    for one in range(slices.shape[1]):
+        is_whole = slices[0, one] == 0 and slices[4, one] == 1 and slices[2, one] == 1
+        found[one] = is_whole and there[slices[3, one]]
+    return found
+
+
+@compiled
+def forward_counts(
+    slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int, whole: NDArray[np.bool_]
+) -> Float64:
+    """Return the counts of forward MicroPacks, float64 `[8, MicroPacks]`; see `varlen.cost.memory`.
+
+    `whole` is what `are_whole` returns.
+    """
     starts, stops, num_ranks, document_ids = slices[0], slices[1], slices[2], slices[3]
     counts = np.zeros((FORWARD_COUNTS, len(slice_offsets) - 1))
     lengths = np.zeros(document_ids.max() + 1 if len(document_ids) else 0, np.int32)
@@ -213,6 +235,8 @@ def forward_counts(slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp:
             counts[OWN, pack] += (stop - start) / share
             counts[AHEAD, pack] += ((0 if start else lengths[document_ids[one]]) - stop + start) / share
             counts[NEAR, pack] += stop / share
+            if whole[one]:
+                counts[WHOLE, pack] += stop / share
             if num_ranks[one] > 1 and stop > counts[GATHERED, pack]:
                 counts[GATHERED, pack], counts[SHARED, pack] = stop, stop / share
     _in_turn(counts, rank_offsets)
@@ -237,11 +261,18 @@ def _piece_end(cuts: Int64, document: int, row: int) -> int:
 
 @compiled
 def backward_counts(
-    slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int, cuts: Int64
+    slice_offsets: Int32,
+    slices: Int32,
+    order: Int64,
+    rank_offsets: Int32,
+    cp: int,
+    cuts: Int64,
+    whole: NDArray[np.bool_],
 ) -> Float64:
-    """Return the counts of backward MicroPacks in `order`, float64 `[14, MicroPacks]`.
+    """Return the counts of backward MicroPacks in `order`, float64 `[15, MicroPacks]`.
 
     `cuts` are the sorted ends of forward slices, `document id << 32 | stop`; empty if both passes are cut alike.
+    `whole` is what `are_whole` returns.
     """
     starts, stops, num_ranks, document_ids, is_end = slices[0], slices[1], slices[2], slices[3], slices[4]
     counts = np.zeros((BACKWARD_COUNTS, len(slice_offsets) - 1))
@@ -252,6 +283,9 @@ def backward_counts(
             start, stop, share = starts[one], stops[one], float(num_ranks[one] * cp)
             counts[OWN, pack] += (stop - start) / share
             document = document_ids[one]
+            if whole[one]:
+                counts[WHOLE, pack] += stop / share
+            # Several whole documents may be one piece; none of their rows is held longer than copied.
             taken += (start < stop) + (len(cuts) > 0 and _piece_end(cuts, document, start + 1) < stop)
             counts[RETURNED, pack] += (
                 _piece_end(cuts, document, stop) - _piece_end(cuts, document, start)

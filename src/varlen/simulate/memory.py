@@ -42,11 +42,13 @@ class TaskBytes(NamedTuple):
 def plan_bytes(plan: StepPlan, memory: Memory) -> TaskBytes:
     """Return the bytes of each MicroPack of a plan in each chunk of layers."""
     mesh = plan.mesh
-    offsets, forward, ranks = _slices(plan, plan.forward)
-    ahead = forward_counts(offsets, forward, ranks, mesh.cp)[np.newaxis]
-    offsets, slices, ranks = _slices(plan, plan.backward)
+    (offsets, forward, ranks), (back_offsets, backward, back_ranks) = (
+        _slices(plan, packs) for packs in (plan.forward, plan.backward)
+    )
     order = np.arange(plan.backward.num_micropacks)
-    back = backward_counts(offsets, slices, order, ranks, mesh.cp, forward)[np.newaxis]
+    of_both = (offsets, forward), (back_offsets, backward)
+    ahead = forward_counts(*of_both, ranks, mesh.cp)[np.newaxis]
+    back = backward_counts(*of_both, order, back_ranks, mesh.cp)[np.newaxis]
     taken = bytes_of(memory, ahead, back, mesh.pp, splits=plan.splits_backward)
     begins = np.zeros((mesh.dp, mesh.pp))
     for rank in range(mesh.dp) if memory.first_bytes.any() else ():
@@ -95,33 +97,30 @@ def bytes_of(
     )
 
 
-def forward_counts(
-    slice_offsets: Int32Array, slices: Int32Array, rank_offsets: Int32Array, cp: int
-) -> FloatArray:
-    """Return the counts of forward MicroPacks (see `varlen.cost.memory`), float64 `[7, MicroPacks]`.
+Slices = tuple[Int32Array, Int32Array]
+"""Of a pass: int32 `[MicroPacks + 1]`, where the slices of each begin; int32 `[5, slices]`: starts, stops, numbers of
+ranks, document ids, whether the document ends here."""
 
-    `slices` is int32 `[5, slices]`: starts, stops, numbers of ranks, document ids, whether the document ends here.
-    """
-    counts: FloatArray = kernels.forward_counts(slice_offsets, slices, rank_offsets, cp)
+
+def forward_counts(forward: Slices, backward: Slices, rank_offsets: Int32Array, cp: int) -> FloatArray:
+    """Return the counts of forward MicroPacks (see `varlen.cost.memory`), float64 `[8, MicroPacks]`."""
+    whole = kernels.are_whole(forward[1], backward[1])
+    counts: FloatArray = kernels.forward_counts(*forward, rank_offsets, cp, whole)
     return counts
 
 
 def backward_counts(
-    slice_offsets: Int32Array,
-    slices: Int32Array,
-    order: IntArray,
-    rank_offsets: Int32Array,
-    cp: int,
-    forward: Int32Array,
+    forward: Slices, backward: Slices, order: IntArray, rank_offsets: Int32Array, cp: int
 ) -> FloatArray:
-    """Return the counts of backward MicroPacks in the `order` in which they run, float64 `[14, MicroPacks]`.
+    """Return the counts of backward MicroPacks in the `order` in which they run, float64 `[15, MicroPacks]`.
 
-    `forward` are the slices of the forward pass, the same object as `slices` if both passes are cut alike.
+    Both passes are cut alike if the slices of both are the same object.
     """
     cuts = np.zeros(0, np.int64)
-    if forward is not slices:  # else forward and backward slices are the same
-        cuts = np.sort(forward[3].astype(np.int64) << 32 | forward[1])
-    counts: FloatArray = kernels.backward_counts(slice_offsets, slices, order, rank_offsets, cp, cuts)
+    if forward[1] is not backward[1]:  # else forward and backward slices are the same
+        cuts = np.sort(forward[1][3].astype(np.int64) << 32 | forward[1][1])
+    whole = kernels.are_whole(backward[1], forward[1])
+    counts: FloatArray = kernels.backward_counts(*backward, order, rank_offsets, cp, cuts, whole)
     return counts
 
 

@@ -34,7 +34,7 @@ from varlen.runtime.clock import bytes_meter
 from varlen.runtime.mesh.shared_documents import groups_of, num_rows, shared_documents, zigzag
 from varlen.runtime.stage_run import keys_of
 from varlen.runtime.step import run_step
-from varlen.step_plan import Mesh, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan
 
 JOB = Path(__file__).parent / "merged_job.py"
 
@@ -154,7 +154,7 @@ def test_shared_documents_go_through_pipelines(seed, pp, virtual):
     sides = check(tiny("llama", num_hidden_layers=6), plan)
 
     for rank, transport in enumerate(sides.transports):
-        packs = keys_of(plan.forward, rank), keys_of(plan.backward, rank)
+        packs = keys_of(plan, FORWARD, rank), keys_of(plan, BACKWARD, rank)
         for (kind, micropack, _), rows in transport.rows.items():
             assert rows == num_rows(packs[kind][micropack], sides.shared[rank])
 

@@ -111,8 +111,8 @@ class Channels:
         """
         coordinate, pp = groups.coordinate, groups.coordinate.mesh.pp
         rows = {
-            kind: [num_rows(key, shared or {}) for key in keys_of(packs, coordinate.replica)]
-            for kind, packs in ((FORWARD, plan.forward), (BACKWARD, plan.backward))
+            kind: [num_rows(key, shared or {}) for key in keys_of(plan, kind, coordinate.replica)]
+            for kind in (FORWARD, BACKWARD)
         }
         self._of = {
             name: Channel(group, like, rows[name[0]], wait_reporter)
