@@ -161,7 +161,7 @@ def merged_plans(cost: vl.CostModel, documents: int = MERGED_DOCUMENTS) -> list[
         packed = vl.plan_step(lengths, method="packed", capacity=CAPACITY, **given)
         whole = vl.plan_step(lengths, search=alone, **given)
         shared = vl.plan_step(lengths, search=replace(alone, merges=True), **given)
-        assert shared.num_merged == 1
+        assert shared.num_merged >= 1
         ways = {"packed, as users run it": packed, "on one rank": whole, "shared": shared}
         told = f"one of {CAPACITY:,} tokens beside {source_of(name)}"
         found += [Step(documents=told, method=way, plan=plan) for way, plan in ways.items()]

@@ -98,7 +98,7 @@ def test_a_long_document_is_planned_on_one_rank_and_on_both():
     found = pipelines.merged_plans(cost, documents=6)
 
     for packed, alone, shared in zip(*[iter(found)] * 3, strict=True):
-        assert [step.plan.num_merged for step in (packed, alone, shared)] == [0, 0, 1]
+        assert packed.plan.num_merged == alone.plan.num_merged == 0 < shared.plan.num_merged
         assert np.array_equal(packed.plan.lengths, shared.plan.lengths)
         assert alone.plan.lengths.max() == steps.CAPACITY > alone.plan.lengths[:-1].sum()
         took = [vl.simulate(step.plan, cost).makespan_s for step in (packed, alone, shared)]

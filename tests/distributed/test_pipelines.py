@@ -11,9 +11,9 @@ from tests.distributed.sharded import MASTERS
 from tests.support.distances import EXACT, Distances, furthest
 from tests.support.pipelines import DISTANCES, JOB, LIBRARIES, planned
 from tests.support.ranks import as_ranks
+from tests.support.tiny_families import FAMILIES
 
 import varlen as vl
-from varlen.runtime.decoder import SLICED
 
 LENGTHS = [60, 3, 17, 9, 30, 8, 2, 44]
 WHOLE_PLANS: list[tuple[dict[str, Any], list[int]]] = [
@@ -93,7 +93,7 @@ def test_all_meshes_train_what_one_process_trains(tmp_path, ranks):
     [
         ["gpt_oss", "apertus"],  # experts; an activation that learns
         pytest.param(
-            [*SLICED, "llama tied", "gemma2 tied", "gpt_oss tied", "phi tied"], marks=pytest.mark.soak
+            [*FAMILIES, "llama tied", "gemma2 tied", "gpt_oss tied", "phi tied"], marks=pytest.mark.soak
         ),
     ],
 )

@@ -127,11 +127,19 @@ def plan_step(
         if best.seconds > FAR_OVER * bound_s:
             best = _faster(best, _searched(thorough(best.result), levels[level]))
     if method == "micropack" and (best is None or (search.closely and search.contains)):
-        # Whatever needs more recomputation than the best plan is hardly faster.
-        best = _contained(given, levels[: level + 1] if best else levels[-1:], best)
+        best = _contained(given, levels, level, best)
     if best is None:
         raise _refusal(given, cost)
-    return replace(spread(best.plan, mesh.dp // best.plan.mesh.dp), method=method)
+    plan = replace(spread(best.plan, mesh.dp // best.plan.mesh.dp), method=method)
+    return replace(plan, answered_by=_label(plan, best.plan)) if method == "micropack" else plan
+
+
+def _label(plan: StepPlan, narrow: StepPlan) -> str:
+    """Return the description of a plan that was found with more context parallelism, or by another method."""
+    label, ranks = narrow.answered_by, plan.mesh.dp // narrow.mesh.dp
+    if " documents shared" not in label:
+        label += f", {narrow.num_merged:,} of {narrow.num_documents:,} documents shared"
+    return label if ranks == 1 else f"{label}, every document on {ranks} times as many ranks"
 
 
 class _Given(NamedTuple):
@@ -179,10 +187,17 @@ def _laddered(given: _Given, levels: Sequence[CostModel]) -> tuple[_Planned | No
     return best, best_level
 
 
-def _contained(given: _Given, costs: Sequence[CostModel], best: _Planned | None) -> _Planned | None:
-    """Return the best plan, or a faster one by a method that plans a part of what "micropack" may."""
+def _contained(
+    given: _Given, levels: Sequence[CostModel], level: int, best: _Planned | None
+) -> _Planned | None:
+    """Return the best plan, or a faster one by a method that plans a part of what "micropack" may.
+
+    Whole documents that need more recomputation than the best plan are hardly faster. Without a best plan, all of it is
+    needed.
+    """
     for part, most_ranks in _parts(given):
-        for cost in costs:
+        costs = levels if part.method == "sliced" else levels[: level + 1]
+        for cost in costs if best else levels[-1:]:
             limit_s, rows = best.seconds if best else math.inf, given.search.least_rows
             if least_possible(given.lengths, cost, part.mesh, part.method, least_rows=rows) >= limit_s:
                 break
