@@ -192,8 +192,8 @@ def _contained(
 ) -> _Planned | None:
     """Return the best plan, or a faster one by a method that plans a part of what "micropack" may.
 
-    Whole documents that need more recomputation than the best plan are hardly faster. Without a best plan, all of it is
-    needed.
+    Whole documents that need more recomputation than the best plan are hardly faster. Without a best plan, all of it
+    is needed.
     """
     for part, most_ranks in _parts(given):
         costs = levels if part.method == "sliced" else levels[: level + 1]
