@@ -202,13 +202,11 @@ def _cost_of(
         folder=settings.run.folder,
         note=note,
     )
-    # The engine gathers shared keys and values before attention, so no exchange overlaps with computing.
     cost = CostModel(
         model=shape,
         hardware=hardware,
         kernels="eager",
         memory_fraction=plan.memory_fraction,
-        exchange_overlap=0.0,
         states="float32" if is_wide else "masters",
     )
     return with_wide_rows(cost, mesh) if is_wide else cost
