@@ -246,7 +246,7 @@ def test_more_recomputation_is_tried_only_for_plans_far_over_their_bound(monkeyp
     plan = vl.plan_step(lengths, cost=cost, mesh=mesh, method="sliced")
     full = api._Planned(plan, over * bound_s, is_full=True)
     monkeypatch.setattr(api, "repairs", lambda *_: [cost] * 4)
-    monkeypatch.setattr(api, "_contained", lambda given, costs, best: best)
+    monkeypatch.setattr(api, "_contained", lambda given, levels, level, best: best)
     monkeypatch.setattr(
         api, "_planned", lambda *_, **__: calls.append(1) or (full if len(calls) == 1 else None)
     )

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.runtime.tiny_families import SETTINGS
 from tests.support.distances import assert_same
 from tests.support.kernel_stand_ins import KERNELS
 from tests.support.rarely import mostly
 from tests.support.sliced import Slice, one_gpu_plan, take_gradients, tiny, tokens_of, uncut, with_gradients
+from tests.support.tiny_families import SETTINGS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from varlen.attention.kernels import Lengths, Qkv

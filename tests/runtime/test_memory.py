@@ -637,7 +637,7 @@ def measured(model: Any, plan: StepPlan, saved: Saved = "layers") -> FloatArray:
                     if 0 <= takes - step < mesh.num_chunks
                     and stage in ((takes - step) % mesh.pp, takes % mesh.pp)
                 }
-            coordinate = SimpleNamespace(mesh=mesh, stage=stage, dp_rank=rank)
+            coordinate = SimpleNamespace(mesh=mesh, stage=stage, dp_rank=rank, replica=rank)
             here: Any = SimpleNamespace(coordinate=coordinate, channels=ends)
             wait_reporter: Any = SimpleNamespace(waiting=nullcontext)
             like = torch.empty(mine.config.hidden_size, dtype=mine.dtype)

@@ -62,7 +62,7 @@ def part_of(micropacks: MicroPacks) -> MicroPacks:
         ),
         (
             lambda plan: dataclasses.replace(
-                plan, first_ranks=np.where(plan.num_ranks == 1, 1 - plan.first_ranks, 0).astype(np.int32)
+                plan, first_ranks=np.ones_like(plan.first_ranks), num_ranks=np.ones_like(plan.num_ranks)
             ),
             "forward slice . of document . is on rank 0, and the document on 1 rank from rank 1 .* elsewhere",
         ),

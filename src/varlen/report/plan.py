@@ -349,7 +349,7 @@ def headline(comparison: PlanComparison) -> str:
 def _beside(best: MethodFigures, other: MethodFigures) -> str:
     """Return how many times as fast as another method the best one is."""
     faster = other.step_s / best.step_s
-    return f"{times(faster)} as fast as {other.title}" if faster >= 1.02 else f"no faster than {other.title}"
+    return f"{times(faster)} as fast as {other.title}" if faster >= 1.01 else f"no faster than {other.title}"
 
 
 def setting(comparison: PlanComparison) -> str:
