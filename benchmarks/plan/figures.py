@@ -75,9 +75,12 @@ def ratios(records: Iterable[Record], method: str = "micropack") -> list[float]:
 
 
 def speedup(record: Record, over: str) -> float | None:
-    """Return another method's step time over micropack's; None where either doesn't fit, or ranks have no work."""
+    """Return another method's step time over micropack's.
+
+    None where either doesn't fit, or where packs as users run them leave ranks without work.
+    """
     ours, theirs = record["methods"].get("micropack", {}), record["methods"].get(over, {})
-    if "step_s" not in ours or "step_s" not in theirs or theirs.get("idle_ranks"):
+    if "step_s" not in ours or "step_s" not in theirs or (over == "as_run" and theirs.get("idle_ranks")):
         return None
     return float(theirs["step_s"] / ours["step_s"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from varlen.arguments import as_count
@@ -46,8 +48,8 @@ def one_gpu_plan(
         lengths=lengths.astype(np.int32),
         first_ranks=np.where(lengths > 0, 0, -1).astype(np.int32),
         num_ranks=np.ones(len(lengths), np.int32),
-        forward=_micropacks(forward),
-        backward=_micropacks(backward),
+        forward=micropacks_of_pieces(forward),
+        backward=micropacks_of_pieces(backward),
         tasks=np.array(tasks, np.uint8),
         task_offsets=np.array([0, len(tasks)], np.int32),
         mesh=Mesh(),
@@ -58,7 +60,12 @@ def one_gpu_plan(
     )
 
 
-def _micropacks(packs: list[list[tuple[int, int, int]]]) -> MicroPacks:
+Pieces = Sequence[Sequence[tuple[int, int, int]]]
+"""A rank's MicroPacks as slices: document, start, stop; a few, written by hand or in a loop."""
+
+
+def micropacks_of_pieces(packs: Pieces) -> MicroPacks:
+    """Return the MicroPacks of one rank as flat arrays."""
     columns = np.array([piece for each in packs for piece in each], np.int32).reshape(-1, 3).T
     return MicroPacks(
         rank_offsets=np.array([0, len(packs)], np.int32),

@@ -22,10 +22,11 @@ from torch import nn
 
 from varlen.attention.kernels import Kernels
 from varlen.errors import ModelError, VarlenError, described
+from varlen.plan.one_gpu import micropacks_of_pieces
 from varlen.runtime.decoder import DecoderParts, check_model, decoder_of, set_attention
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache
 from varlen.runtime.step import run_stages, step_data
-from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan
 
 _LENGTHS = [19, 9]
 _Slices = tuple[tuple[tuple[int, int, int], ...], ...]
@@ -322,23 +323,12 @@ def _plan() -> StepPlan:
         lengths=np.array(_LENGTHS, np.int32),
         first_ranks=numbers,
         num_ranks=numbers + 1,
-        forward=_micropacks(_FORWARD),
-        backward=_micropacks(_BACKWARD),
+        forward=micropacks_of_pieces(_FORWARD),
+        backward=micropacks_of_pieces(_BACKWARD),
         tasks=np.array([FORWARD] * count + [BACKWARD] * count, np.uint8),
         task_offsets=np.array([0, 2 * count], np.int32),
         mesh=Mesh(),
         recompute="full",
-    )
-
-
-def _micropacks(packs: _Slices) -> MicroPacks:
-    columns = np.array([piece for pack in packs for piece in pack], np.int32).T
-    return MicroPacks(
-        rank_offsets=np.array([0, len(packs)], np.int32),
-        slice_offsets=np.cumsum([0, *map(len, packs)], dtype=np.int32),
-        document_ids=columns[0].copy(),
-        starts=columns[1].copy(),
-        stops=columns[2].copy(),
     )
 
 
