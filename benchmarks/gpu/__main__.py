@@ -35,16 +35,16 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "gradients": Part(gradients.gradients, 120),
+    "gradients": Part(gradients.gradients, 65),
     "waits": Part(engine.waits, 60),
     "ways": Part(engine.ways, 120),
     "attention": Part(engine.rates, 60),
-    "steps": Part(training.steps, 60),
+    "steps": Part(training.steps, 75),
     "transfer": Part(lambda _: training.transfer(), 30),
     "kernels": Part(engine.kernels, 60),
     "slices": Part(slices.overhead, 120),
     "longest": Part(slices.longest, 120),
-    "isolation": Part(lambda device: gradients.isolation(device.type), 240),
+    "isolation": Part(lambda device: gradients.isolation(device.type), 130),
 }
 """In the order run, what is most worth knowing first."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from benchmarks.gpu.training import documents
 from varlen.cost.shape import BACKWARD_RATIO, ModelShape
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.runtime.calibrate import attention_probe, calibrate, quiet, run_once
+from varlen.runtime.stage_run import StageRunner
 
 WAYS: tuple[dict[str, str], ...] = (
     {"recompute": "full"},
@@ -35,12 +37,15 @@ WAYS: tuple[dict[str, str], ...] = (
 """How a step keeps activations."""
 
 
+EQUAL = 512
+
+
 def batches(sizes: dict[str, int], tokens: int) -> dict[str, vl.PackedBatch]:
-    """Return one long document, and short ones of skewed lengths, of about as many tokens."""
+    """Return one long document, short ones of skewed lengths, and 512 equal ones, of about as many tokens."""
     random = np.random.default_rng(0)
     lengths = documents(sizes["vocab_size"], 4096, max(64, tokens // 8))[0]
     lengths = lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), tokens)))]
-    sets = {"one long": [tokens], "short": lengths.tolist()}
+    sets = {"one long": [tokens], "short": lengths.tolist(), "equal": [max(2, tokens // EQUAL)] * EQUAL}
     return {
         name: vl.collate(
             [random.integers(0, sizes["vocab_size"], n).astype(np.int32) for n in held],
@@ -54,8 +59,8 @@ def ways(
     device: torch.device,
     *,
     sizes: dict[str, int] = BILLION,
-    tokens: int = 32_768,
-    slice_tokens: int = 8192,
+    tokens: int = 16_384,
+    slice_tokens: int = 4096,
     dtype: torch.dtype = torch.bfloat16,
     budget_s: float = 15.0,
     rounds: int = 2,
@@ -72,7 +77,8 @@ def ways(
         "tokens": tokens,
         "slice_tokens": slice_tokens,
     }
-    for name, batch in batches(sizes, tokens).items():
+    sets = batches(sizes, tokens)
+    for name, batch in [(name, sets[name]) for name in ("one long", "short")]:
         for way in WAYS:
             row = {"documents": name, "count": int(batch.document_lengths.size), **way}
             settings = {key: value for key, value in way.items() if key != "saved"}
@@ -102,12 +108,15 @@ def _step(
 ) -> dict[str, Any]:
     """Return seconds of a step, and the most bytes that it takes beside parameters and gradients."""
     engine = vl.SliceEngine(model, slice_tokens, **way)  # type: ignore[arg-type]
-    taken = side_by_side([lambda: fresh_step(model, engine, batch)], device, rounds=rounds, warm=1)[0]
+    stats = fresh_step(model, engine, batch)
+    taken = side_by_side([lambda: fresh_step(model, engine, batch)], device, rounds=rounds, warm=0)[0]
     if device.type == "cuda":
         torch.cuda.empty_cache()
     row = {
         "seconds": taken,
         "tokens_per_s": batch.num_tokens / taken,
+        "kernels": stats.kernels,
+        "refused_kernels": stats.refused_kernels,
         "peak_bytes": peak_bytes(lambda: fresh_step(model, engine, batch), device),
     }
     if device.type == "cuda":
@@ -119,40 +128,45 @@ def waits(
     device: torch.device,
     *,
     sizes: dict[str, int] = BILLION,
-    tokens: int = 16_384,
-    slice_tokens: int = 4096,
+    tokens: int = 8192,
+    slice_tokens: int = 2048,
     dtype: torch.dtype = torch.bfloat16,
-) -> list[dict[str, Any]]:
-    """Return where a warm step makes the host wait for the device, and how often, as PyTorch's debug mode sees it."""
+) -> Iterator[dict[str, Any]]:
+    """Yield where tasks of a warm step make the host wait for the device, as PyTorch sees it: nowhere."""
     model = llama(sizes, device, dtype)
-    found = []
-    for name, batch in batches(sizes, tokens).items():
-        for way in WAYS:
-            engine = vl.SliceEngine(model, slice_tokens, **way)  # type: ignore[arg-type]
+    for (name, batch), way in product(batches(sizes, tokens).items(), WAYS):
+        engine = vl.SliceEngine(model, slice_tokens, **way)  # type: ignore[arg-type]
+        engine.step(batch)
+        model.zero_grad()
+        with warnings.catch_warnings(record=True) as seen, patch.object(StageRunner, "run_next", _watched):
+            warnings.simplefilter("always")
             engine.step(batch)
-            model.zero_grad()
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode("warn")
-                try:
-                    engine.step(batch)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-            places = collections.Counter(
-                f"{each.filename.rsplit('site-packages/')[-1].rsplit('src/')[-1]}:{each.lineno}"
-                for each in seen
-                if "synchroniz" in str(each.message)
-            )
-            found.append({"documents": name, **way, "waits": dict(places.most_common())})
-    return found
+        found = [each for each in seen if "called a synchronizing" in str(each.message)]
+        places = collections.Counter(
+            f"{each.filename.rsplit('site-packages/')[-1].rsplit('src/')[-1]}:{each.lineno}" for each in found
+        )
+        row = {"documents": name, **way, "waits": dict(places.most_common())}
+        yield row | ({"failed": "tasks wait for the device"} if places else {})
+
+
+_run_next = StageRunner.run_next
+
+
+def _watched(runner: StageRunner) -> None:
+    """Run a task while PyTorch warns of each wait for the device."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        _run_next(runner)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def kernels(
     device: torch.device,
     *,
     sizes: dict[str, int] = BILLION,
-    tokens: int = 32_768,
-    slice_tokens: int = 8192,
+    tokens: int = 16_384,
+    slice_tokens: int = 4096,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[dict[str, Any]]:
     """Return which kernels a warm step spends its time in, how many are launched, and how long the device is idle."""

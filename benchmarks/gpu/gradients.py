@@ -47,7 +47,7 @@ def gradients(
     device: torch.device,
     *,
     families: Sequence[str] = tuple(FAMILIES),
-    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
     kernels: Sequence[Kernels] = get_args(Kernels),
 ) -> Iterator[dict[str, Any]]:
     """Yield how far gradients are from float64's, of slices by each kernel and of whole documents by transformers.

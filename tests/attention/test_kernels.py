@@ -1,6 +1,7 @@
 """Kernels, rectangles and the choice between them: exact, told apart from wrong ones, and refused by name."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,15 @@ from tests.support.kernel_stand_ins import KERNELS, SCALE, aten_backward, aten_f
 from torch.nn.attention.flex_attention import create_block_mask
 
 from varlen.attention import choice, kernels, rectangles
-from varlen.attention.choice import BY_SCORES, KernelChoice, check_kernels, chosen, error_on_a_small_case
-from varlen.attention.kernels import Flex, Lengths, Qkv, seen_by
+from varlen.attention.choice import (
+    BY_SCORES,
+    KernelChoice,
+    check_kernels,
+    chosen,
+    error_of,
+    error_on_a_small_case,
+)
+from varlen.attention.kernels import MAKERS, Flex, Lengths, Qkv, TorchVarlen, seen_by
 from varlen.attention.rules import LayerRules
 from varlen.attention.tiles import BLOCK, tiles_of
 from varlen.errors import ModelError, SettingError
@@ -202,12 +210,43 @@ def test_kernels_that_cannot_are_refused_by_name_and_auto_finds_one_that_can():
         check_kernels("fast")
 
 
+def test_cudnn_computes_the_slices_that_have_many_earlier_tokens(monkeypatch):
+    monkeypatch.setattr(choice, "_shape_fault", lambda *_: "")
+    monkeypatch.setattr(choice, "CUDNN_PAIRS", 40)
+    for name in ("varlen", "cudnn"):
+        monkeypatch.setitem(MAKERS, name, KERNELS[name])
+        monkeypatch.setattr(KERNELS[name], "has_softcap", False, raising=False)
+        monkeypatch.setattr(KERNELS[name], "has_window", name == "varlen", raising=False)
+    monkeypatch.delitem(MAKERS, "flash_attn_3")
+    choice._tried.cache_clear()
+    query = SimpleNamespace(is_cuda=True, device=CPU, dtype=torch.float64, shape=(1, 4, 9, 8))
+    key = SimpleNamespace(shape=(1, 2, 9, 8))
+    found = KernelChoice()
+
+    kernel = chosen(query, key, key, LayerRules(0.4), found)
+    windowed = chosen(query, key, key, LayerRules(0.4, 3), KernelChoice())
+
+    choice._tried.cache_clear()
+    assert isinstance(kernel, choice.LongByCudnn)
+    assert isinstance(windowed, TorchVarlen)
+    for lengths, name in (
+        (Lengths((9, 30), (9, 30)), "varlen"),
+        (Lengths((4, 9), (13, 9)), "varlen"),
+        (Lengths((4, 9), (14, 9)), "cudnn"),
+        (Lengths((4,), (10,), sees_all=True), "cudnn"),
+    ):
+        found.used.clear()
+        assert error_of(kernel, lengths, (4, 2, 8), LayerRules(0.4), CPU, torch.float64) < 1e-12
+        assert found.used == {name: 1}
+
+
 def test_what_a_kernel_cannot_take_is_said_before_it_is_called():
     cuda, half = torch.device("cuda"), torch.bfloat16
 
     assert "4 and 8 wide" in choice._tried("varlen", cuda, half, (2, 1, 4, 8), False, False)[1]
     assert "12 and 12 wide" in choice._tried("flex", cuda, half, (2, 1, 12, 12), False, False)[1]
     assert choice._tried("varlen", cuda, half, (2, 1, 8, 8), False, True)[1] == "it knows no soft cap"
+    assert choice._tried("cudnn", cuda, half, (2, 1, 8, 8), True, False)[1] == "it is slow with windows"
     if not torch.cuda.is_available():
         assert choice._tried("varlen", cuda, half, (2, 1, 8, 8), False, False)[0] is None
 
@@ -230,12 +269,17 @@ def test_a_kernel_that_is_a_little_wrong_is_refused(monkeypatch, off, is_refused
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels of whole slices run on CUDA")
-@pytest.mark.parametrize("name", ["varlen", "flex"])
+@pytest.mark.filterwarnings("ignore")  # of what compiles FlexAttention
+@pytest.mark.parametrize("name", ["varlen", "flex", "cudnn"])
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("capped", [False, True])
 def test_on_cuda_a_kernel_agrees_with_scores(name, windowed, capped):
-    if capped and name == "varlen":
+    if capped and not MAKERS[name].has_softcap:
         pytest.skip("it knows no soft cap")
+    if windowed and not MAKERS[name].has_window:
+        pytest.skip("it is slow with windows")
+    if name == "cudnn":
+        pytest.importorskip("cudnn")
     cuda, half, heads = torch.device("cuda"), torch.bfloat16, (4, 2, 64)
     kernel, fault = choice._tried(name, cuda, half, (*heads, 64), windowed, capped)
     assert kernel is not None, fault

@@ -56,6 +56,24 @@ def test_gradients_of_long_steps_do_not_underflow_in_float16(seat):
     assert error({name: p.main_grad.double() for name, p in model.named_parameters()}, exact) < 0.02
 
 
+def test_the_cast_goes_into_the_memory_of_the_gradient_before():
+    model, batch = tiny("llama", torch.bfloat16), batch_of()
+    engine = vl.SliceEngine(model, 64)
+    engine.step(batch)
+    held = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=False)
+    engine.step(batch)
+
+    for parameter, before in zip(model.parameters(), held):
+        assert parameter.grad is before
+        assert torch.equal(parameter.grad, parameter.main_grad.bfloat16())
+    model.zero_grad()
+    held.clear()
+    del parameter, before
+    gc.collect()
+    assert all(parameter.main_grad is None for parameter in model.parameters()), "freed with .grad"
+
+
 def test_weight_gradients_of_their_own_tasks_add_up_wide():
     model, batch = tiny("llama", torch.bfloat16), batch_of()
     cost = vl.CostModel(model=vl.ModelShape.from_config(model.config), hardware=vl.Hardware.named("h100"))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from varlen.attention.choice import ByScores
-from varlen.attention.kernels import FlashAttn, FlashAttn3, Flex, TorchVarlen
+from varlen.attention.kernels import Cudnn, FlashAttn, FlashAttn3, Flex, Lengths, TorchVarlen
+from varlen.attention.rules import LayerRules
 
 SCALE = 0.3
 Tensors = list[torch.Tensor]
@@ -168,6 +169,23 @@ def hopper_backward(
         into.copy_(made)
 
 
+def graphs_of_cudnn(tensors: dict[str, torch.Tensor], lengths: Lengths, rules: LayerRules) -> None:
+    """`CudnnGraphs.run`: results go into contiguous tensors, sums of a row's heads side by side."""
+    assert all(x.is_contiguous() for x in tensors.values())
+    given = [tensors[name] for name in ("query", "key", "value")]
+    left = -2 if lengths.sees_all else -1 if rules.window is None else rules.window - 1
+    ends = (torch.tensor([0, *each], dtype=torch.int32).cumsum(0, dtype=torch.int32) for each in lengths[:2])
+    rest = (*ends, (max(lengths.queries), max(lengths.keys)), rules.scale, left, 0.0)
+    if "by_out" not in tensors:
+        out, lse = slice_by_slice(given, *rest)
+        tensors["out"].copy_(out)
+        tensors["lse"].copy_(lse.T)
+        return
+    made = back(given, tensors["by_out"], (tensors["out"], tensors["lse"].T), *rest)
+    for name, gradient in zip(("by_query", "by_key", "by_value"), made):
+        tensors[name].copy_(gradient)
+
+
 def flex(
     query: Any,
     key: Any,
@@ -196,6 +214,7 @@ def flex(
 KERNELS: dict[str, Callable[[], Any]] = {
     "varlen": lambda: TorchVarlen(aten_forward, aten_backward),
     "flash_attn_3": lambda: FlashAttn3(hopper_forward, hopper_backward),
+    "cudnn": lambda: Cudnn(graphs_of_cudnn),
     "flash_attn": lambda: FlashAttn(package_forward, package_backward),
     "flex": lambda: Flex(flex),
     "by_scores": ByScores,

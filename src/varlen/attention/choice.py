@@ -11,7 +11,7 @@ import importlib.util
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar, get_args
+from typing import ClassVar, Final, get_args
 
 import torch
 
@@ -53,6 +53,43 @@ class KernelChoice:
     """Why others weren't, by name."""
 
 
+SLOWER_THAN_CUDNN: Final = ("varlen", "flash_attn")
+CUDNN_PAIRS: Final = 2**24
+"""Pairs of a row and an earlier token from which cuDNN is faster than these, in both passes (H100)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongByCudnn:
+    """Calls with many earlier tokens run in cuDNN, others in another kernel."""
+
+    has_softcap: ClassVar = False
+    has_window: ClassVar = False
+    other: Kernel
+    name: str  # of the other kernel
+    cudnn: Kernel
+    used: dict[str, int]  # as of `KernelChoice`
+
+    def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
+        """As `Kernel.forward`."""
+        name = "cudnn" if self._is_long(lengths) else self.name
+        self.used[name] = self.used.get(name, 0) + 1
+        return self._kernel(lengths).forward(given, lengths, rules)
+
+    def backward(
+        self, gradient: torch.Tensor, given: Qkv, merged: Merged, lengths: Lengths, rules: LayerRules
+    ) -> Qkv:
+        """As `Kernel.backward`, which takes what another kernel's forward pass made."""
+        return self._kernel(lengths).backward(gradient, given, merged, lengths, rules)
+
+    def _kernel(self, lengths: Lengths) -> Kernel:
+        return self.cudnn if self._is_long(lengths) else self.other
+
+    @staticmethod
+    def _is_long(lengths: Lengths) -> bool:
+        slices = zip(lengths.queries, lengths.keys)
+        return sum(rows * (keys - rows * (not lengths.sees_all)) for rows, keys in slices) >= CUDNN_PAIRS
+
+
 def chosen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: LayerRules, choice: KernelChoice
 ) -> Kernel | None:
@@ -68,14 +105,19 @@ def chosen(
         choice.used["sdpa"] = choice.used.get("sdpa", 0) + 1
         return None
     heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+    given = (query.device, query.dtype, heads, rules.window is not None, rules.softcap is not None)
     for each in MAKERS if name == "auto" else (name,):
-        kernel, fault = _tried(
-            each, query.device, query.dtype, heads, rules.window is not None, rules.softcap is not None
-        )
-        if kernel is not None:
-            choice.used[each] = choice.used.get(each, 0) + 1
-            return kernel
-        choice.refused[each] = fault
+        kernel, fault = _tried(each, *given)
+        if kernel is None:
+            choice.refused[each] = fault
+            continue
+        if name == "auto" and each in SLOWER_THAN_CUDNN:
+            faster, fault = _tried("cudnn", *given)
+            if faster is not None:
+                return LongByCudnn(kernel, each, faster, choice.used)
+            choice.refused["cudnn"] = fault
+        choice.used[each] = choice.used.get(each, 0) + 1
+        return kernel
     if name == "auto":
         choice.used["sdpa"] = choice.used.get("sdpa", 0) + 1
         return None
@@ -125,6 +167,8 @@ def _tried(
         return None, fault
     if capped and not MAKERS[name].has_softcap:
         return None, "it knows no soft cap"
+    if windowed and not MAKERS[name].has_window:
+        return None, "it is slow with windows"
     rules = LayerRules(width**-0.5, 3 if windowed else None, 5.0 if capped else None)
     try:
         kernel = MAKERS[name]()
@@ -168,6 +212,7 @@ class ByScores:
     """The reference for kernels of slices: forms all scores."""
 
     has_softcap: ClassVar = True
+    has_window: ClassVar = True
 
     def forward(self, given: Qkv, lengths: Lengths, rules: LayerRules) -> Merged:
         """As `Kernel.forward`."""

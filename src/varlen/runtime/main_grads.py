@@ -141,13 +141,13 @@ def step_gradients(parameters: Iterable[Any], *, is_apart: bool = False) -> Iter
     finally:
         for hook in hooks:
             hook.remove()
-    for parameter, _, carried in before:
+    for parameter, grad, carried in before:
         found = gradient_of(parameter)
         if is_apart and carried is not None:
             found = carried if found is None else carried.add_(found)
             set_gradient(parameter, found)
         if is_narrow(parameter) and found is not None:
-            _cast(parameter, found)
+            _cast(parameter, found, grad)
 
 
 def _carried(parameter: Any) -> torch.Tensor | None:
@@ -165,9 +165,10 @@ def _carried(parameter: Any) -> torch.Tensor | None:
     return main
 
 
-def _cast(parameter: Any, main: Any) -> None:
-    """Set `.grad` to the cast of a sum, which is freed with it."""
-    parameter.grad = main.to(parameter.dtype)
+def _cast(parameter: Any, main: Any, before: Any) -> None:
+    """Set `.grad` to the cast of a sum, which is freed with it; an earlier `.grad` takes it in its own memory."""
+    fits = before is not None and before.shape == main.shape and before.dtype == parameter.dtype
+    parameter.grad = before.copy_(main) if fits else main.to(parameter.dtype)
     main.freeing = weakref.finalize(parameter.grad, _free, weakref.ref(parameter), weakref.ref(main))
     main.freeing.atexit = False
 
