@@ -297,16 +297,17 @@ class CudnnGraphs:
         if self._handle is None:
             self._handle = self._package.create_handle()
         widths = tuple((name, *tensor.shape[1:]) for name, tensor in tensors.items())
-        known = (sizes, widths, query.dtype, rules.scale, rules.window, lengths.sees_all)
+        sight = _cudnn_sight(lengths, rules)
+        known = (sizes, widths, query.dtype, rules.scale, *sight.items())
         if known not in self._graphs:
-            self._graphs[known] = self._compiled(tensors, sizes, lengths.sees_all, rules)
+            self._graphs[known] = self._compiled(tensors, sizes, sight, rules.scale)
         graph, room = self._graphs[known]
         stream = torch.cuda.current_stream(query.device).cuda_stream
         self._package.set_stream(handle=self._handle, stream=stream)
         graph.execute(named, key.new_empty(max(room, 1), dtype=torch.uint8), handle=self._handle)
 
     def _compiled(
-        self, tensors: dict[str, torch.Tensor], sizes: CudnnSizes, sees_all: bool, rules: LayerRules
+        self, tensors: dict[str, torch.Tensor], sizes: CudnnSizes, sight: dict[str, Any], scale: float
     ) -> tuple[Any, int]:
         """Return a graph, and the bytes that it needs beside its tensors."""
         kinds, slices = self._package.data_type, sizes.slices
@@ -340,15 +341,14 @@ class CudnnGraphs:
             made.set_ragged_offset(numbers(100 + number, slices + 1, kinds.INT64))
 
         how: dict[str, Any] = {
-            "attn_scale": float(rules.scale),
+            "attn_scale": float(scale),
             "use_padding_mask": True,
             "seq_len_q": numbers(CUDNN_ROWS, slices, kinds.INT32),
             "seq_len_kv": numbers(CUDNN_KEYS, slices, kinds.INT32),
         }
-        if not sees_all:
-            alignment = self._package.diagonal_alignment.BOTTOM_RIGHT
-            how |= {"diagonal_alignment": alignment, "diagonal_band_right_bound": 0}
-            how |= {} if rules.window is None else {"diagonal_band_left_bound": rules.window}
+        for name, value in sight.items():
+            is_alignment = name == "diagonal_alignment"
+            how[name] = getattr(self._package.diagonal_alignment, value) if is_alignment else value
         inputs = {"q": given("query"), "k": given("key"), "v": given("value")}
         if "by_out" in tensors:
             inputs |= {"o": given("out"), "dO": given("by_out"), "stats": given("lse")}
@@ -360,6 +360,16 @@ class CudnnGraphs:
             make(each, name)
         graph.build([self._package.heur_mode.A, self._package.heur_mode.FALLBACK])
         return graph, graph.get_workspace_size()
+
+
+def _cudnn_sight(lengths: Lengths, rules: LayerRules) -> dict[str, Any]:
+    """Return cuDNN's arguments that say which keys a row sees."""
+    if lengths.sees_all:
+        return {}
+    # Of whole documents both corners are the same, and the backward pass skips what the diagonal hides from the top.
+    corner = "TOP_LEFT" if lengths.queries == lengths.keys else "BOTTOM_RIGHT"
+    band = {} if rules.window is None else {"diagonal_band_left_bound": rules.window}
+    return {"diagonal_alignment": corner, "diagonal_band_right_bound": 0, **band}
 
 
 def _is_of_keys(name: str) -> bool:
