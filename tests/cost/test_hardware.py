@@ -408,6 +408,17 @@ def test_a_machine_that_saturates_otherwise_is_followed():
     assert np.abs(ours / stepped_tflops(rows, keys) - 1).max() < 0.05
 
 
+def test_no_rate_is_above_the_best_that_was_measured():
+    samples = measured(lambda rows, keys: 0.01 * rows**0.6 * keys**0.4)
+    kept = samples.rows * samples.keys < 2**26  # the corner with the highest rates wasn't measured
+    columns = (samples.rows, samples.keys, samples.flops, samples.seconds)
+    rows, keys, flops, seconds = (column[kept] for column in columns)
+
+    table = fit_table(Samples(rows=rows, keys=keys, flops=flops, seconds=seconds))
+
+    assert table.tflops.max() <= 1.000001e-12 * (flops / seconds).max()
+
+
 class RateTableReader:
     """A table as prices read it, cell by cell."""
 

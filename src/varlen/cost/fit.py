@@ -142,7 +142,7 @@ def _parts(rows: FloatArray, keys: FloatArray) -> FloatArray:
 
 
 def _fitted(samples: Samples, rows: FloatArray, keys: FloatArray) -> FloatArray:
-    """Return seconds per FLOP at rows and keys, float64 `[n]`."""
+    """Return seconds per FLOP at rows and keys, float64 `[n]`, none below the least that was measured."""
     points, noise = median_of_repeats(samples)
     measured = points.seconds / points.flops
     parts = _parts(np.append(points.rows, rows), np.append(points.keys, keys))
@@ -155,7 +155,7 @@ def _fitted(samples: Samples, rows: FloatArray, keys: FloatArray) -> FloatArray:
     own = float(np.mean(ratios**2)) - noise
     trust = max(noise / own, _LEAST_TRUST) if own > 0 else math.inf
     fitted: FloatArray = smooth[len(measured) :] * np.exp(near @ ratios / (near.sum(axis=1) + trust))
-    return fitted
+    return np.maximum(fitted, measured.min())
 
 
 def _not_negative(parts: FloatArray) -> FloatArray:
