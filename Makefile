@@ -62,11 +62,12 @@ tables: setup
 	$(RUN) -m benchmarks.table --check
 	$(RUN) -m benchmarks.strategies.page --check
 	$(RUN) -m benchmarks.running.page --check
+	$(RUN) -m benchmarks.gpu.page --check
 	$(RUN) docs/compatibility.py --check
 
 pages: setup ## write into README and docs what their examples print now, and draw their pictures
 	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) -m benchmarks.table && $(RUN) -m benchmarks.strategies.page \
-	&& $(RUN) -m benchmarks.running.page
+	&& $(RUN) -m benchmarks.running.page && $(RUN) -m benchmarks.gpu.page
 
 matrix: setup ## verify every causal family of transformers and write docs/compatibility.md (under 20 minutes)
 	$(RUN) docs/compatibility.py $(ARGS)
