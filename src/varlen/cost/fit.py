@@ -154,8 +154,9 @@ def _fitted(samples: Samples, rows: FloatArray, keys: FloatArray) -> FloatArray:
     # Shrink ratios by noise over the machine's own variance (what is left of their variance without noise).
     own = float(np.mean(ratios**2)) - noise
     trust = max(noise / own, _LEAST_TRUST) if own > 0 else math.inf
-    fitted: FloatArray = smooth[len(measured) :] * np.exp(near @ ratios / (near.sum(axis=1) + trust))
-    return np.maximum(fitted, measured.min())
+    fitted = smooth[len(measured) :] * np.exp(near @ ratios / (near.sum(axis=1) + trust))
+    capped: FloatArray = np.maximum(fitted, measured.min())
+    return capped
 
 
 def _not_negative(parts: FloatArray) -> FloatArray:
