@@ -142,7 +142,7 @@ def test_candidates_that_are_left_out_were_slower(families_of, splits):
 
         def best_of(families, limit_s=np.inf, lengths=lengths):
             return best_plan(
-                lambda _: families, (0,), lengths, LLAMA_7B, mesh, "packed", splits=splits, limit_s=limit_s
+                lambda _: families, (0,), lengths, [LLAMA_7B], mesh, "packed", splits=splits, limit_s=limit_s
             )
 
         found = best_of(families)
@@ -155,7 +155,7 @@ def test_candidates_that_are_left_out_were_slower(families_of, splits):
         assert score(found[0], LLAMA_7B) == pytest.approx(found[1], rel=1e-3)
         assert best_of(families, limit_s=found[1]) is None
         if splits:
-            assert least_s < best_plan(lambda _, f=families: f, (0,), lengths, LLAMA_7B, mesh, "packed")[1]
+            assert least_s < best_plan(lambda _, f=families: f, (0,), lengths, [LLAMA_7B], mesh, "packed")[1]
 
 
 @pytest.mark.parametrize("splits", [False, True])

@@ -561,3 +561,54 @@ def dispatch(
             is_stale[(chunk + 1 if kind == _F else chunk - 1) % stages] = True
         left -= 1
     return float(clock.max())
+
+
+@compiled
+def run_in_step(
+    codes: NDArray[np.uint8], seconds: Float64, sends: Float64, lags: Float64, leaders: Int64
+) -> Float64:
+    """Run one order of tasks on all ranks as `run_tasks` would; returns when each stage ends, `[stages, ranks]`.
+
+    For plans whose passes have the same MicroPacks of whole documents, equally many on each rank. `codes` are
+    `[stages, tasks]`, `seconds` `[3, chunks, ranks, MicroPacks]`, the others `[ranks, MicroPacks]`. Ranks with one
+    number in `leaders`, the first of them, share that MicroPack. The result is inf if tasks wait for each other.
+    """
+    (_, chunks, ranks, count), (stages, tasks) = seconds.shape, codes.shape
+    inputs, has_input = np.zeros((2, chunks, count, ranks)), np.zeros((2, chunks, count), np.bool_)
+    has_input[_F, 0] = True
+    for pack in range(count):  # the backward of one that is empty on all ranks waits for nothing
+        has_input[_B, chunks - 1, pack] = seconds[_F, :, :, pack].max() == 0.0
+    done, turns = np.zeros((3, chunks), np.int64), np.zeros(stages, np.int64)
+    ends, links, starts = np.zeros((stages, ranks)), np.zeros((stages, 2, ranks)), np.zeros(ranks)
+    ran = -1
+    while ran < turns.sum():
+        ran = turns.sum()
+        for stage in range(stages):
+            while turns[stage] < tasks:
+                code = np.int64(codes[stage, turns[stage]])
+                kind, chunk = code % 3, code // 3 * stages + stage
+                pack = done[kind, chunk]
+                if kind != _W and not has_input[kind, chunk, pack]:
+                    break
+                starts[:] = ends[stage]
+                for rank in range(ranks):
+                    if kind != _W:
+                        first = leaders[rank, pack]
+                        ready = max(ends[stage, rank], inputs[kind, chunk, pack, rank])
+                        starts[first] = max(starts[first], ready)
+                for rank in range(ranks):
+                    first = leaders[rank, pack] if kind != _W else rank
+                    ends[stage, rank] = starts[first] + seconds[kind, chunk, rank, pack]
+                done[kind, chunk] += 1
+                turns[stage] += 1
+                following = chunk + 1 if kind == _F else chunk - 1
+                if kind == _F and following == chunks:
+                    inputs[_B, chunk, pack], has_input[_B, chunk, pack] = ends[stage], True
+                elif kind != _W and following >= 0:
+                    link = links[stage, kind if stages > 2 else 0]  # each of two stages has only one link
+                    link[:] = np.maximum(link, ends[stage]) + sends[:, pack]
+                    inputs[kind, following, pack], has_input[kind, following, pack] = (
+                        link + lags[:, pack],
+                        True,
+                    )
+    return ends if ran == codes.size else np.full((stages, ranks), np.inf)

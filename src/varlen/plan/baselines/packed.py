@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal
 
 import numpy as np
@@ -17,6 +17,9 @@ from varlen.types import FloatArray, Int32Array, IntArray
 
 Order = Literal["given", "long_first", "long_last", "long_middle", "long_ends", "random"]
 """The order in which a rank runs its packs."""
+
+PacksOf = Callable[[int], tuple[Int32Array, int]]
+"""A function from a capacity to the pack of each document, and the number of packs."""
 
 ORDERS: Final[tuple[Order, ...]] = ("given", "long_first", "long_last", "long_middle", "long_ends", "random")
 
@@ -80,10 +83,14 @@ def packed_candidates(
     sizes: Sequence[int],
     *,
     orders: tuple[Order, ...] = ORDERS,
+    packs: PacksOf | None = None,
 ) -> Iterator[Iterator[Candidate]]:
-    """Yield tuned packings: several capacities and ranks of even work, each in several orders."""
+    """Yield tuned packings: several capacities and ranks of even work, each in several orders.
+
+    `packs` returns the packs of `lengths` at a capacity, if they are kept.
+    """
     for tried in sizes:
-        pack_of, num_packs = packs_of(lengths, tried)
+        pack_of, num_packs = packs(tried) if packs else packs_of(lengths, tried)
         pack_work = work_of_packs(work, pack_of, num_packs)
         seen: set[bytes] = set()
         for name, ranks in rank_choices(pack_work, mesh.dp):
