@@ -160,12 +160,14 @@ def unordered(
 ) -> StepPlan:
     """Return a candidate as a plan that has no tasks yet."""
     multiple = mesh.pp if mesh.virtual_stages > 1 else 1
+    forward = _rounded(candidate.forward, multiple)
+    is_same = candidate.backward is candidate.forward
     return StepPlan(
         lengths=lengths,
         first_ranks=candidate.first_ranks,
         num_ranks=candidate.num_ranks,
-        forward=_rounded(candidate.forward, multiple),
-        backward=_rounded(candidate.backward, multiple),
+        forward=forward,
+        backward=forward if is_same else _rounded(candidate.backward, multiple),
         tasks=np.zeros(0, np.uint8),
         task_offsets=np.zeros(mesh.dp * mesh.pp + 1, np.int32),
         mesh=mesh,

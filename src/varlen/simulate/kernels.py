@@ -612,3 +612,32 @@ def run_in_step(
                         True,
                     )
     return ends if ran == codes.size else np.full((stages, ranks), np.inf)
+
+
+@compiled
+def stage_seconds(
+    ahead: Int32, back: Int32, forward: Float64, backward: Float64, weight: Float64, pp: int
+) -> Float64:
+    """Return seconds of each stage of each rank, `[4, pp, ranks]`, given those of tasks, `[chunks, MicroPacks]`.
+
+    They are those of all its tasks, and of those but weight gradients; and the least of a MicroPack's forwards in the
+    chunks before this stage, and of the backwards there (0 without a MicroPack that isn't empty).
+    `ahead` and `back` say where each rank's MicroPacks begin, `[ranks + 1]`.
+    """
+    found = np.zeros((4, pp, ahead.size - 1))
+    for rank in range(ahead.size - 1):
+        for chunk in range(forward.shape[0]):
+            of_both = forward[chunk, ahead[rank] : ahead[rank + 1]].sum()
+            of_both += backward[chunk, back[rank] : back[rank + 1]].sum()
+            found[1, chunk % pp, rank] += of_both
+            found[0, chunk % pp, rank] += of_both + weight[chunk, back[rank] : back[rank + 1]].sum()
+        for row, seconds, begins in ((2, forward, ahead), (3, backward, back)):
+            least = np.full(pp, np.inf)
+            for pack in range(begins[rank], begins[rank + 1]):
+                so_far, is_empty = 0.0, seconds[:, pack].max() == 0.0
+                for stage in range(1, 1 if is_empty else pp):
+                    so_far += seconds[stage - 1, pack]
+                    least[stage] = min(least[stage], so_far)
+            for stage in range(1, pp):
+                found[row, stage, rank] = least[stage] if least[stage] < np.inf else 0.0
+    return found

@@ -282,7 +282,7 @@ def build(
     """
     num_packs = first_ranks.size
     copies = np.repeat(order, num_ranks[order])
-    ranks = first_ranks[copies] + _count_up(num_ranks[order].astype(np.int64))
+    ranks = first_ranks[copies] + count_up(num_ranks[order].astype(np.int64))
     counts = np.bincount(ranks, minlength=mesh.dp)
     if mesh.sharding == "parameters":
         missing = counts.max() - counts
@@ -294,7 +294,7 @@ def build(
     by_pack = np.argsort(pack_of, kind="stable")[np.count_nonzero(pack_of < 0) :]
     sizes = np.bincount(pack_of[by_pack], minlength=num_packs + 1)
     begins = np.cumsum(sizes) - sizes
-    ids = by_pack[np.repeat(begins[copies], sizes[copies]) + _count_up(sizes[copies])].astype(np.int32)
+    ids = by_pack[np.repeat(begins[copies], sizes[copies]) + count_up(sizes[copies])].astype(np.int32)
     packs = MicroPacks(
         rank_offsets=_offsets(counts),
         slice_offsets=_offsets(sizes[copies]),
@@ -319,7 +319,7 @@ def work_of_packs(work: FloatArray, pack_of: Int32Array, num_packs: int) -> Floa
     return total.astype(np.float64)
 
 
-def _count_up(counts: IntArray) -> IntArray:
+def count_up(counts: IntArray) -> IntArray:
     """Return 0, 1, … below each count, one after the other."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
