@@ -210,7 +210,7 @@ def test_ranks_in_step_end_when_the_reference_says(stages, virtual_stages):
         leaders = np.array(
             [random.choice([[0, 0, 2, 2], [0, 1, 2, 3], [0, 0, 0, 0]]) for _ in range(count)]
         ).T
-        sends, lags = random.uniform(0, 0.3, (2, ranks, count))
+        sends, lags = random.uniform(0, 9, (2, ranks, count))  # messages wait for each other
         order = [3 * chunk for chunk in range(virtual_stages) for _ in range(count)]
         order += [3 * chunk + 1 for chunk in range(virtual_stages)[::-1] for _ in range(count)]
         order += [3 * chunk + 2 for chunk in range(virtual_stages) for _ in range(count) if splits]
