@@ -211,8 +211,9 @@ def test_ranks_in_step_end_when_the_reference_says(stages, virtual_stages):
             [random.choice([[0, 0, 2, 2], [0, 1, 2, 3], [0, 0, 0, 0]]) for _ in range(count)]
         ).T
         sends, lags = random.uniform(0, 9, (2, ranks, count))  # messages wait for each other
-        order = [3 * chunk for chunk in range(virtual_stages) for _ in range(count)]
-        order += [3 * chunk + 1 for chunk in range(virtual_stages)[::-1] for _ in range(count)]
+        last = virtual_stages - 1
+        order = [3 * chunk for chunk in range(last) for _ in range(count)] + [3 * last, 3 * last + 1] * count
+        order += [3 * chunk + 1 for chunk in range(last)[::-1] for _ in range(count)]
         order += [3 * chunk + 2 for chunk in range(virtual_stages) for _ in range(count) if splits]
         given = (np.tile(np.array(order, np.uint8), (stages, 1)), seconds, sends, lags, leaders.copy())
 
