@@ -93,7 +93,7 @@ def plan_step(
         SettingError: an unknown method, or a mesh that doesn't divide the model.
         PlanError: no plan fits into memory, or the mesh has too many ranks for the step; says what would work.
 
-    Cost: "micropack" takes about 0.2 s for 512 documents on 4 x 4, 4 s for 8,192 on 64 x 16, and 35 s for 100,000.
+    Cost: "micropack" takes about 0.2 s for 512 documents on 4 x 4, 2 s for 8,192 on 64 x 16, and 17 s for 100,000.
     If memory is short, it plans every level of recomputation and searches the best of them thoroughly, which takes
     several times as long; see docs/planning-results.md.
 
@@ -195,8 +195,8 @@ def _contained(
 ) -> _Planned | None:
     """Return the best plan, or a faster one by a method that plans a part of what "micropack" may.
 
-    Whole documents that need more recomputation than the best plan are hardly faster. Without a best plan, all of it
-    is needed.
+    Whole documents that need more recomputation than the best plan are hardly faster; each of their candidates is tried
+    with all levels up to it. Without a best plan, all of it is needed.
     """
     rows = given.search.least_rows
     for part, most_ranks in _parts(given):
