@@ -195,8 +195,8 @@ def _contained(
 ) -> _Planned | None:
     """Return the best plan, or a faster one by a method that plans a part of what "micropack" may.
 
-    Whole documents that need more recomputation than the best plan are hardly faster; each of their candidates is tried
-    with all levels up to it. Without a best plan, all of it is needed.
+    Whole documents that need more recomputation than the best plan are hardly faster; each of their candidates is
+    tried with all levels up to it. Without a best plan, all of it is needed.
     """
     rows = given.search.least_rows
     for part, most_ranks in _parts(given):
