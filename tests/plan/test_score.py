@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tests.oracles import simulate_in_step as reference
 from tests.support.planning import cost_of
 from tests.support.rarely import IS_SOAK
 
@@ -12,8 +13,9 @@ from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
 from varlen.plan.baselines.packed import capacities, packed, packed_candidates
 from varlen.plan.bound import lower_bound
 from varlen.plan.score import best_plan, score, unordered
+from varlen.simulate import kernels
 from varlen.simulate.api import simulate
-from varlen.simulate.dispatch import bound_s, dispatch, loads_s, pipelines_of
+from varlen.simulate.dispatch import bound_s, dispatch, loads_s, pipelines_of, seconds_in_step
 from varlen.simulate.graph import durations, stage_costs
 
 COST = cost_of(recompute="none", mode="flops")
@@ -142,7 +144,7 @@ def test_candidates_that_are_left_out_were_slower(families_of, splits):
 
         def best_of(families, limit_s=np.inf, lengths=lengths):
             return best_plan(
-                lambda _: families, (0,), lengths, LLAMA_7B, mesh, "packed", splits=splits, limit_s=limit_s
+                lambda _: families, (0,), lengths, [LLAMA_7B], mesh, "packed", splits=splits, limit_s=limit_s
             )
 
         found = best_of(families)
@@ -155,7 +157,7 @@ def test_candidates_that_are_left_out_were_slower(families_of, splits):
         assert score(found[0], LLAMA_7B) == pytest.approx(found[1], rel=1e-3)
         assert best_of(families, limit_s=found[1]) is None
         if splits:
-            assert least_s < best_plan(lambda _, f=families: f, (0,), lengths, LLAMA_7B, mesh, "packed")[1]
+            assert least_s < best_plan(lambda _, f=families: f, (0,), lengths, [LLAMA_7B], mesh, "packed")[1]
 
 
 @pytest.mark.parametrize("splits", [False, True])
@@ -177,3 +179,63 @@ def test_no_order_of_micropacks_takes_less_than_their_bound(splits, virtual_stag
         assert np.ptp(floors) <= 1e-9 * max(floors)
     assert min(slack) >= 1 - 1e-9
     assert min(slack) < 1.3
+
+
+@pytest.mark.parametrize(("pp", "virtual_stages"), [(2, 1), (4, 1), (2, 2)])
+def test_ranks_that_share_whole_documents_take_what_the_simulator_says(pp, virtual_stages, monkeypatch):
+    mesh, told = vl.Mesh(dp=4, pp=pp, tp=8, virtual_stages=virtual_stages), []
+
+    def both(plan, codes, seconds):
+        taken_s = seconds_in_step(plan, codes, seconds)
+        told.append((taken_s, simulate(plan, LLAMA_7B.as_planned(plan)).makespan_s))
+        return taken_s
+
+    monkeypatch.setattr("varlen.plan.score.seconds_in_step", both)
+    lengths = np.exp(np.random.default_rng(pp).uniform(4, 11, 60)).astype(np.int32)
+    vl.plan_step(lengths, cost=LLAMA_7B, mesh=mesh, method="dynamic_cp")
+
+    assert len(told) > 10
+    for taken_s, simulated_s in told:
+        assert taken_s == pytest.approx(simulated_s, rel=EXACT)
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_ranks_in_step_end_when_the_reference_says(stages, virtual_stages):
+    random = np.random.default_rng(stages)
+    chunks, ranks, count = stages * virtual_stages, 4, 5
+    for splits in (False, True):
+        seconds = random.uniform(1, 2, (3, chunks, ranks, count))
+        seconds[:, :, :, 3] = 0.0  # empty on all ranks
+        leaders = np.array(
+            [random.choice([[0, 0, 2, 2], [0, 1, 2, 3], [0, 0, 0, 0]]) for _ in range(count)]
+        ).T
+        sends, lags = random.uniform(0, 9, (2, ranks, count))  # messages wait for each other
+        last = virtual_stages - 1
+        order = [3 * chunk for chunk in range(last) for _ in range(count)] + [3 * last, 3 * last + 1] * count
+        order += [3 * chunk + 1 for chunk in range(last)[::-1] for _ in range(count)]
+        order += [3 * chunk + 2 for chunk in range(virtual_stages) for _ in range(count) if splits]
+        given = (np.tile(np.array(order, np.uint8), (stages, 1)), seconds, sends, lags, leaders.copy())
+
+        found = kernels.run_in_step(*given)
+
+        assert np.isfinite(found).all()
+        np.testing.assert_allclose(found, reference.run_in_step(*given), rtol=EXACT)
+    backwards = (given[0][:, ::-1].copy(), *given[1:])
+    assert (
+        np.isinf(kernels.run_in_step(*backwards)).all() == np.isinf(reference.run_in_step(*backwards)).all()
+    )
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_sums_of_stages_are_those_of_the_reference(pp):
+    random = np.random.default_rng(pp)
+    ahead, back = np.array([0, 3, 3, 7], np.int32), np.array([0, 2, 4, 9], np.int32)
+    forward, backward, weight = (random.uniform(1, 2, (2 * pp, count)) for count in (7, 9, 9))
+    forward[:, 4] = backward[:, 1] = 0.0
+
+    found = kernels.stage_seconds(ahead, back, forward, backward, weight, pp)
+
+    np.testing.assert_allclose(
+        found, reference.stage_seconds(ahead, back, forward, backward, weight, pp), rtol=EXACT
+    )

@@ -81,7 +81,7 @@ def counted(lengths: Any, cost: vl.CostModel, mesh: vl.Mesh, method: Any) -> dic
             families = dynamic_cp_candidates(
                 lengths, work, mesh, usual_capacities(lengths, mesh.dp), counts=(count,)
             )
-        plan = best_plan(lambda _, f=families: f, (0,), lengths, cost, mesh, method)
+        plan = best_plan(lambda _, f=families: f, (0,), lengths, [cost], mesh, method)
         found[count] = plan[1] if plan else float("inf")
     return found
 

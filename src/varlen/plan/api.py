@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -22,11 +22,13 @@ from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import check_fit
 from varlen.plan.baselines.dynamic_cp import MOST_STEPS, WAYS, Way, dynamic_cp_candidates
 from varlen.plan.baselines.packed import (
+    PacksOf,
     balanced_candidates,
     capacities,
     micro_batch_counts,
     packed,
     packed_candidates,
+    packs_of,
     rounded,
     usual_capacities,
 )
@@ -91,7 +93,7 @@ def plan_step(
         SettingError: an unknown method, or a mesh that doesn't divide the model.
         PlanError: no plan fits into memory, or the mesh has too many ranks for the step; says what would work.
 
-    Cost: "micropack" takes about 0.2 s for 512 documents on 4 x 4, 4 s for 8,192 on 64 x 16, and 35 s for 100,000.
+    Cost: "micropack" takes about 0.2 s for 512 documents on 4 x 4, 2 s for 8,192 on 64 x 16, and 17 s for 100,000.
     If memory is short, it plans every level of recomputation and searches the best of them thoroughly, which takes
     several times as long; see docs/planning-results.md.
 
@@ -116,9 +118,9 @@ def plan_step(
         raise SettingError(f"method={method!r}; {must} be {in_words(get_args(PlanMethod))}")
     sizes = _sizes(checked, mesh, capacity, is_tuned=tuned or method == "dynamic_cp")
     memory = cost.memory(mesh)
+    given = _Given(checked, mesh, method, sizes, tuned, search, cache(partial(packs_of, checked)))
     if (memory.state_bytes >= memory.limit_bytes).any():
-        raise _refusal(_Given(checked, mesh, method, sizes, tuned, search), cost)
-    given = _Given(checked, mesh, method, sizes, tuned, search)
+        raise _refusal(given, cost)
     levels = list(repairs(cost, mesh)) if search.repairs else [cost]
     best, level = _laddered(given, levels)
     if best and best.result and search.closely:
@@ -151,6 +153,8 @@ class _Given(NamedTuple):
     """Capacities to try, as far as the method has one; of "packed" that isn't tuned, the first."""
     tuned: bool
     search: Search
+    packs_of: PacksOf
+    """Packs of all documents at a capacity, the same on every mesh."""
 
 
 class _Planned(NamedTuple):
@@ -175,7 +179,7 @@ def _laddered(given: _Given, levels: Sequence[CostModel]) -> tuple[_Planned | No
             bound_s = lower_bound(given.lengths, tried, best.plan.mesh, least_rows=rows).seconds
             if bound_s * typical >= least_s:
                 break
-        planned = _planned(given, tried, least_s, near=best.plan.mesh if best else None)
+        planned = _planned(given, [tried], least_s, near=best.plan.mesh if best else None)
         if planned and planned.seconds < least_s:
             is_enough = best is None and not (planned.is_full and given.search.closely)
             best, best_level = planned, level
@@ -191,16 +195,19 @@ def _contained(
 ) -> _Planned | None:
     """Return the best plan, or a faster one by a method that plans a part of what "micropack" may.
 
-    Whole documents that need more recomputation than the best plan are hardly faster. Without a best plan, all of it
-    is needed.
+    Whole documents that need more recomputation than the best plan are hardly faster; each of their candidates is
+    tried with all levels up to it. Without a best plan, all of it is needed.
     """
+    rows = given.search.least_rows
     for part, most_ranks in _parts(given):
-        costs = levels if part.method == "sliced" else levels[: level + 1]
-        for cost in costs if best else levels[-1:]:
-            limit_s, rows = best.seconds if best else math.inf, given.search.least_rows
-            if least_possible(given.lengths, cost, part.mesh, part.method, least_rows=rows) >= limit_s:
+        needed = [levels[: level + 1]] if best else [levels[-1:]]
+        if part.method == "sliced" and best:
+            needed = [[cost] for cost in levels]
+        for costs in needed:
+            limit_s = best.seconds if best else math.inf
+            if least_possible(given.lengths, costs[0], part.mesh, part.method, least_rows=rows) >= limit_s:
                 break
-            planned = _planned(part, cost, limit_s)
+            planned = _planned(part, costs, limit_s)
             if planned and (best is None or planned.plan.num_ranks.max() <= most_ranks):
                 best = _faster(best, planned)
     return best
@@ -218,7 +225,8 @@ def _parts(given: _Given) -> Iterator[tuple[_Given, int]]:
             search.most_merged_ranks * given.mesh.cp // mesh.cp,
         )
         for method in [*methods, *(shared if mesh == given.mesh else [])]:
-            yield _Given(lengths, mesh, method, sizes, True, replace(search, merges=False)), most_ranks
+            part = given._replace(mesh=mesh, method=method, sizes=sizes, tuned=True)
+            yield part._replace(search=replace(search, merges=False)), most_ranks
 
 
 def _checked(lengths: npt.ArrayLike, cost: CostModel) -> Int32Array:
@@ -266,12 +274,16 @@ def repairs(cost: CostModel, mesh: Mesh) -> Iterator[CostModel]:
         yield replace(cost, recompute="full", recompute_share=1.0, offload="kv")
 
 
-def _planned(given: _Given, cost: CostModel, limit_s: float, near: Mesh | None = None) -> _Planned | None:
+def _planned(
+    given: _Given, costs: Sequence[CostModel], limit_s: float, near: Mesh | None = None
+) -> _Planned | None:
     """Return the plan of one method; None if none fits, and perhaps if it takes `limit_s` or longer.
 
-    `near` is as in `micropack`.
+    `costs` are levels of recomputation, of which only tuned methods of whole documents take several. `near` is as in
+    `micropack`.
     """
-    lengths, mesh, method, sizes, tuned, search = given
+    lengths, mesh, method, sizes, tuned, search, _ = given
+    cost = costs[-1]
     if method == "sliced":
         search = replace(search, grades=False, merges=False, asymmetric=False)
     if method in ("micropack", "sliced"):
@@ -283,7 +295,7 @@ def _planned(given: _Given, cost: CostModel, limit_s: float, near: Mesh | None =
         return _Planned(plan, step_s, False) if step_s < math.inf else None
     best = None
     for families_of, counts in _whole(given, cost):
-        asked = (families_of, counts, lengths, cost, mesh, method)
+        asked = (families_of, counts, lengths, costs, mesh, method)
         found = best_plan(*asked, splits=search.splits_backward, limit_s=limit_s)
         best = _faster(best, _Planned(*found, True) if found else None)
     return best
@@ -306,7 +318,7 @@ def _whole(given: _Given, cost: CostModel) -> Iterator[tuple[Callable[[int], Fam
     elif method == "balanced":
         yield balanced, micro_batch_counts(lengths, mesh)
     else:  # the number of packs follows from their capacity
-        yield lambda _: packed_candidates(lengths, work[:, 0], mesh, sizes), (0,)
+        yield lambda _: packed_candidates(lengths, work[:, 0], mesh, sizes, packs=given.packs_of), (0,)
 
 
 def _searched(result: SearchResult, cost: CostModel) -> _Planned:
@@ -332,7 +344,7 @@ def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> FloatArray:
 
 def _refusal(given: _Given, cost: CostModel) -> PlanError:
     """Return the error that says why no plan fits into memory, and what would."""
-    lengths, mesh, method, _, _, search = given
+    mesh, method, search = given.mesh, given.method, given.search
     tried = list(repairs(cost, mesh)) if search.repairs else [cost]
     shares = method == "dynamic_cp" or (method == "micropack" and search.merges)
     most_ranks = 2 ** int(math.log2(mesh.dp)) if shares else 1
@@ -340,12 +352,12 @@ def _refusal(given: _Given, cost: CostModel) -> PlanError:
     sparing = replace(search, grades=False, splits_backward=False, asymmetric=False, exact=False)
 
     def holds(some: Int32Array, on: Mesh) -> bool:
-        alone = given._replace(lengths=some, mesh=on, search=sparing)
+        alone = given._replace(lengths=some, mesh=on, search=sparing, packs_of=cache(partial(packs_of, some)))
         others = [part for part, _ in _parts(alone)] if method == "micropack" else []
-        return any(_planned(each, tried[-1], math.inf) for each in [alone, *others])
+        return any(_planned(each, tried[-1:], math.inf) for each in [alone, *others])
 
     is_limited = not search.repairs and len(list(repairs(cost, mesh))) > 1
-    return _explained(lengths, tried, mesh, holds, most_ranks, is_limited=is_limited)
+    return _explained(given.lengths, tried, mesh, holds, most_ranks, is_limited=is_limited)
 
 
 _MOST_DOUBLINGS = 6  # of context parallelism, tried for the advice of a refusal

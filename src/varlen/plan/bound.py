@@ -71,12 +71,16 @@ def lower_bound(
 def least_possible(
     lengths: Int32Array, cost: CostModel, mesh: Mesh, method: PlanMethod, *, least_rows: int
 ) -> float:
-    """Return a lower bound on the seconds of one method's plans: whole documents run through all stages and back."""
-    bound = lower_bound(lengths, cost, mesh, least_rows=least_rows if method == "sliced" else 1)
+    """Return a lower bound on the seconds of one method's plans, of which only "dynamic_cp" shares documents.
+
+    Whole documents run through all stages and back.
+    """
+    rows, most_ranks = least_rows if method == "sliced" else 1, mesh.dp if method == "dynamic_cp" else 1
+    bound = lower_bound(lengths, cost, mesh, least_rows=rows, most_merged_ranks=most_ranks)
     if method == "sliced":
         return bound.seconds
     costs = stage_costs(cost, mesh, splits=True)
-    most = mesh.dp.bit_length() if method == "dynamic_cp" else 1
+    most = most_ranks.bit_length()
     ranks = 2 ** np.arange(most, dtype=np.int32)
     longest = np.full(most, lengths.max(), np.int32)
     prices = priced(costs, np.arange(most + 1, dtype=np.int32), np.stack([0 * longest, longest, ranks]))

@@ -225,16 +225,24 @@ def _best_of(
         if seen[step.costs.mesh] == _CLOSE_GROUPINGS:
             continue
         seen[step.costs.mesh] += 1
-        best = _better(step, best, search, Effort.CLOSE if search.closely else Effort.BRIEF)
+        effort = Effort.CLOSE if search.closely else Effort.BRIEF
+        best = _better(step, best, search, effort, incumbent_s)
         close += [step] if step.is_complete else []
         if best and not search.closely:
             break
     return best
 
 
-def _better(step: StepSearch, best: StepSearch | None, search: Search, effort: Effort) -> StepSearch | None:
-    """Search a grouping, and return the faster of the two."""
-    incumbent_s = best.makespan_s if best and best is not step else math.inf
+def _better(
+    step: StepSearch,
+    best: StepSearch | None,
+    search: Search,
+    effort: Effort,
+    incumbent_s: float = math.inf,
+) -> StepSearch | None:
+    """Search a grouping, and return the faster of the two; it may be given up if it takes `incumbent_s` or longer."""
+    if best and best is not step:
+        incumbent_s = min(incumbent_s, best.makespan_s)
     improve(step, search, incumbent_s, effort)
     return step if step.is_complete and step.makespan_s < incumbent_s else best
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,15 @@ import numpy.typing as npt
 from varlen.cost.model import CostModel
 from varlen.plan.search import Candidate, Families
 from varlen.simulate.api import simulate
-from varlen.simulate.dispatch import Dispatched, bound_s, dispatch, loads_s, pipeline_of_all, pipelines_of
+from varlen.simulate.dispatch import (
+    Dispatched,
+    bound_s,
+    dispatch,
+    loads_s,
+    pipeline_of_all,
+    pipelines_of,
+    seconds_in_step,
+)
 from varlen.simulate.graph import Durations, StageCosts, durations_of_prices, prices_of, stage_costs
 from varlen.simulate.schedules import fixed_schedule
 from varlen.step_plan import Mesh, MicroPacks, PlanMethod, StepPlan, TaskArray
@@ -33,7 +41,7 @@ def best_plan(
     families_of: Callable[[int], Families],
     counts: tuple[int, ...],
     lengths: Int32Array,
-    cost: CostModel,
+    costs: Sequence[CostModel],
     mesh: Mesh,
     method: PlanMethod,
     *,
@@ -42,6 +50,7 @@ def best_plan(
 ) -> tuple[StepPlan, float] | None:
     """Return the fastest candidate that fits into memory, the first of equals, and its seconds.
 
+    `costs` are levels of recomputation, each more than the one before: a candidate is tried with all of them.
     Candidates of a family differ only in the order of their MicroPacks, so they have one lower bound. They are
     dispatched, with separate weight gradients if `splits` and if those fit; the fastest is also tried without them,
     and with the fixed schedule. Families that can't take less than `limit_s` or the best are skipped. With
@@ -57,7 +66,7 @@ def best_plan(
         tried[number] = math.inf
         for family in families_of(counts[number]):
             for candidate in family:
-                plan, step_s = _fastest(candidate, lengths, cost, mesh, method, splits, least_s, far)
+                plan, step_s = _fastest(candidate, lengths, costs, mesh, method, splits, least_s, far)
                 tried[number] = min(tried[number], step_s)
                 if plan and step_s < least_s:
                     fastest, best, least_s = candidate, plan, step_s
@@ -65,9 +74,10 @@ def best_plan(
                     break
     if best is None or fastest is None:
         return None
+    cost = costs[0].as_planned(best)
     others = [_scheduled(unordered(fastest, lengths, cost, mesh, method))]
     if best.splits_backward:
-        whole = _fastest(fastest, lengths, cost, mesh, method, False, least_s, far)[0]
+        whole = _fastest(fastest, lengths, [cost], mesh, method, False, least_s, far)[0]
         others += [whole] if whole else []
     for plan in others:
         step_s = score(plan, cost)
@@ -96,7 +106,7 @@ def _next(tried: dict[int, float], counts: tuple[int, ...], usual: float, limit_
 def _fastest(
     candidate: Candidate,
     lengths: Int32Array,
-    cost: CostModel,
+    costs: Sequence[CostModel],
     mesh: Mesh,
     method: PlanMethod,
     splits: bool,
@@ -105,21 +115,27 @@ def _fastest(
 ) -> tuple[StepPlan | None, float]:
     """Return the plan of a candidate and its seconds; None and more than the limit if its bound is above the limit.
 
-    It is dispatched up to `far` times the limit, which tells how far it is from it.
+    It is dispatched up to `far` times the limit, which tells how far it is from it. More recomputation only raises
+    the bound.
     """
-    plan = unordered(candidate, lengths, cost, mesh, method)
-    prices = prices_of(plan, plan.forward, stage_costs(cost, mesh))  # both passes have the same MicroPacks
-    for is_split in (True, False) if splits else (False,):
-        plan, costs = replace(plan, splits_backward=is_split), stage_costs(cost, mesh, splits=is_split)
-        seconds = durations_of_prices(costs, prices, prices)
-        if bound_s(plan, seconds) + float(costs.sync_s.min()) >= limit_s:
-            break
-        ordered, step_s = _ordered(plan, cost, costs, seconds, far * limit_s)
-        if ordered or step_s < math.inf:
-            return ordered, step_s
-        if not is_split or not splits:
-            return None, math.inf
-    return None, far * limit_s
+    best, best_s = None, math.inf
+    for cost in costs:
+        plan = unordered(candidate, lengths, cost, mesh, method)
+        prices = prices_of(
+            plan, plan.forward, stage_costs(cost, mesh)
+        )  # both passes have the same MicroPacks
+        for is_split in (True, False) if splits else (False,):
+            plan, each = replace(plan, splits_backward=is_split), stage_costs(cost, mesh, splits=is_split)
+            seconds = durations_of_prices(each, prices, prices)
+            if bound_s(plan, seconds) + float(each.sync_s.min()) >= limit_s:
+                return best, min(best_s, far * limit_s)
+            ordered, step_s = _ordered(plan, cost, each, seconds, far * limit_s)
+            if step_s < best_s:
+                best, best_s = ordered, step_s
+                limit_s = min(limit_s, step_s)
+            if step_s < math.inf:
+                break
+    return best, best_s
 
 
 def as_scheduled(
@@ -144,12 +160,14 @@ def unordered(
 ) -> StepPlan:
     """Return a candidate as a plan that has no tasks yet."""
     multiple = mesh.pp if mesh.virtual_stages > 1 else 1
+    forward = _rounded(candidate.forward, multiple)
+    is_same = candidate.backward is candidate.forward
     return StepPlan(
         lengths=lengths,
         first_ranks=candidate.first_ranks,
         num_ranks=candidate.num_ranks,
-        forward=_rounded(candidate.forward, multiple),
-        backward=_rounded(candidate.backward, multiple),
+        forward=forward,
+        backward=forward if is_same else _rounded(candidate.backward, multiple),
         tasks=np.zeros(0, np.uint8),
         task_offsets=np.zeros(mesh.dp * mesh.pp + 1, np.int32),
         mesh=mesh,
@@ -184,7 +202,8 @@ def _ordered(
         plan = _with_tasks(
             plan, [order.codes.ravel()] * mesh.dp, np.full(mesh.dp * mesh.pp, order.codes.shape[1])
         )
-        step_s = score(plan, cost)
+        is_sharded = mesh.sharding == "parameters"
+        step_s = score(plan, cost) if is_sharded else seconds_in_step(plan, order.codes, seconds)
         return (plan, step_s) if step_s < limit_s else (None, max(limit_s, step_s))
     pipeline = pipelines_of(plan, costs, seconds)
     by_rank: dict[int, Dispatched] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from varlen.simulate import kernels
 from varlen.simulate.graph import Durations, StageCosts, last_forwards
 from varlen.simulate.memory import TaskBytes, plan_bytes
-from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, MicroPacks, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, StepPlan
 from varlen.types import FloatArray, Int32Array
 
 _TRIES = 4
@@ -152,21 +151,8 @@ def _pipeline_of(
 
 def loads_s(plan: StepPlan, seconds: Durations) -> FloatArray:
     """Return the computing seconds of each data-parallel rank's busiest stage, float64 `[dp]`: a lower bound."""
-    passes = [(plan.forward, seconds.forward), (plan.backward, seconds.backward)]
-    if plan.splits_backward:
-        passes.append((plan.backward, seconds.weight))
-    stages = np.stack([_of_stages(packs, taken, plan.mesh.pp) for packs, taken in passes]).sum(axis=0)
-    loads: FloatArray = stages.max(axis=0)
+    loads: FloatArray = _of_stages(plan, seconds)[0].max(axis=0)
     return loads
-
-
-def _of_stages(packs: MicroPacks, seconds: FloatArray, pp: int) -> FloatArray:
-    """Return the seconds of each rank's MicroPacks on each stage, float64 `[pp, dp]`."""
-    sums = np.zeros((seconds.shape[0], seconds.shape[1] + 1))
-    np.cumsum(seconds, axis=1, out=sums[:, 1:])
-    of_chunks = np.diff(sums[:, packs.rank_offsets], axis=1)
-    stages: FloatArray = of_chunks.reshape(-1, pp, of_chunks.shape[1]).sum(axis=0)
-    return stages
 
 
 def bound_s(plan: StepPlan, seconds: Durations) -> float:
@@ -175,25 +161,23 @@ def bound_s(plan: StepPlan, seconds: Durations) -> float:
     A stage begins when a MicroPack has come to it, and the stages before it still run the input gradients of the last
     one when it ends. If both passes have the same MicroPacks, each runs through all stages and back.
     """
-    pp, bounds = plan.mesh.pp, [float(loads_s(plan, seconds).max())]
-    used = np.flatnonzero(plan.forward.counts)
-    if used.size and pp > 1:
-        fill, drain = (
-            _least_sums(packs.rank_offsets[used], taken[: pp - 1])
-            for packs, taken in ((plan.forward, seconds.forward), (plan.backward, seconds.backward))
-        )
-        work = _of_stages(plan.forward, seconds.forward, pp) + _of_stages(plan.backward, seconds.backward, pp)
-        bounds.append(float((fill + work[1:, used] + drain).max()))
+    loads, work, fill, drain = _of_stages(plan, seconds)
+    bounds = [float(loads.max()), float((fill + work + drain)[:, plan.forward.counts > 0].max(initial=0.0))]
     if plan.forward.num_micropacks and np.array_equal(plan.forward.document_ids, plan.backward.document_ids):
         bounds.append(float((seconds.forward.sum(axis=0) + seconds.backward.sum(axis=0)).max()))
     return max(bounds)
 
 
-def _least_sums(begins: Int32Array, seconds: FloatArray) -> FloatArray:
-    """Return the least seconds of a MicroPack up to each next stage, of each rank; empty MicroPacks don't count."""
-    sums = np.where(seconds.any(axis=0), np.cumsum(seconds, axis=0), np.inf)
-    least = np.minimum.reduceat(sums, begins, axis=1)
-    return np.where(np.isfinite(least), least, 0.0)
+def _of_stages(plan: StepPlan, seconds: Durations) -> FloatArray:
+    """Return `kernels.stage_seconds` of a plan, float64 `[4, pp, dp]`."""
+    passes = zip((plan.forward, plan.backward), (seconds.forward, seconds.backward))
+    (ahead, forward), (back, backward) = (
+        (packs.rank_offsets.copy(), taken.copy()) for packs, taken in passes
+    )
+    found: FloatArray = kernels.stage_seconds(
+        ahead, back, forward, backward, seconds.weight.copy(), plan.mesh.pp
+    )
+    return found
 
 
 def pipeline_of_all(plan: StepPlan, costs: StageCosts, seconds: Durations) -> Pipeline:
@@ -201,14 +185,40 @@ def pipeline_of_all(plan: StepPlan, costs: StageCosts, seconds: Durations) -> Pi
 
     Ranks that share documents run one order of tasks; they have equally many MicroPacks.
     """
-    pipeline = pipelines_of(plan, costs, seconds)
-    ranks = [pipeline(rank) for rank in range(plan.mesh.dp)]
-    slowest, each = dict[str, Any](), dict[str, Any]()
-    for name in ("forward", "backward", "weight", "send_forward", "send_backward", "after"):
-        slowest[name] = np.max([getattr(rank, name) for rank in ranks], axis=0)
-    for name in ("forward_peaks", "forward_left", "backward_peaks", "backward_left", "waiting", "begins"):
-        each[name] = np.concatenate([getattr(rank, name) for rank in ranks])
-    return replace(ranks[0], **slowest, **each)
+    dp, taken = plan.mesh.dp, plan_bytes(plan, costs.memory)
+    after = last_forwards(plan).reshape(dp, -1) - plan.forward.rank_offsets[:-1, np.newaxis]
+
+    def slowest(values: FloatArray) -> FloatArray:
+        most: FloatArray = values.reshape(*values.shape[:-1], dp, -1).max(axis=-2)
+        return most
+
+    def of_each(values: FloatArray) -> FloatArray:
+        return np.ascontiguousarray(values.reshape(len(values), dp, -1).swapaxes(0, 1))
+
+    every = slice(None)
+    one = _pipeline_of(
+        costs,
+        seconds,
+        np.maximum(after.max(axis=0), -1).astype(np.int32),
+        taken,
+        taken.begins[0],
+        every,
+        every,
+    )
+    return replace(
+        one,
+        forward=slowest(one.forward),
+        backward=slowest(one.backward),
+        weight=slowest(one.weight),
+        send_forward=slowest(one.send_forward),
+        send_backward=slowest(one.send_backward),
+        forward_peaks=of_each(taken.forward_peaks),
+        forward_left=of_each(taken.forward_left),
+        backward_peaks=of_each(taken.backward_peaks),
+        backward_left=of_each(taken.backward_left),
+        waiting=of_each(taken.waiting),
+        begins=taken.begins,
+    )
 
 
 def pipelines_of(plan: StepPlan, costs: StageCosts, seconds: Durations) -> Callable[[int], Pipeline]:
@@ -223,3 +233,24 @@ def pipelines_of(plan: StepPlan, costs: StageCosts, seconds: Durations) -> Calla
         return _pipeline_of(costs, seconds, own, taken, taken.begins[rank], ahead, back)
 
     return of
+
+
+def seconds_in_step(plan: StepPlan, codes: npt.NDArray[np.uint8], seconds: Durations) -> float:
+    """Return what `simulate` measures of whole documents if all ranks run one order of tasks, `[stages, tasks]`.
+
+    Ranks have equally many MicroPacks, the same in both passes, and parameters aren't sharded.
+    """
+    packs, dp = plan.forward, plan.mesh.dp
+    of_tasks = np.stack([seconds.forward, seconds.backward, seconds.weight])
+    lags = np.where(seconds.forward_rows > 0, seconds.latency_s, 0.0)
+    leaders = np.repeat(np.arange(dp), packs.counts)
+    filled = np.flatnonzero(np.diff(packs.slice_offsets))
+    leaders[filled] = plan.first_ranks[packs.document_ids[packs.slice_offsets[filled]]]
+    ends = kernels.run_in_step(
+        codes,
+        of_tasks.reshape(*of_tasks.shape[:2], dp, -1),
+        seconds.send_forward.reshape(dp, -1).copy(),
+        lags.reshape(dp, -1),
+        leaders.reshape(dp, -1),
+    )
+    return float((ends.max(axis=1) + seconds.sync).max())

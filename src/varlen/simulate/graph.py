@@ -323,6 +323,9 @@ def last_forwards(plan: StepPlan) -> IntArray:
     A document's backward begins at its end, so a MicroPack waits for the last forward MicroPack of its rank that
     holds a slice of one of its documents.
     """
+    if plan.backward is plan.forward and not plan.forward.starts.any():  # whole documents
+        numbers = np.arange(plan.forward.num_micropacks)
+        return np.where(np.diff(plan.forward.slice_offsets) > 0, numbers, -1)
 
     def keys(micropacks: MicroPacks, of_slice: Int32Array) -> IntArray:
         return (

@@ -561,3 +561,83 @@ def dispatch(
             is_stale[(chunk + 1 if kind == _F else chunk - 1) % stages] = True
         left -= 1
     return float(clock.max())
+
+
+@compiled
+def run_in_step(
+    codes: NDArray[np.uint8], seconds: Float64, sends: Float64, lags: Float64, leaders: Int64
+) -> Float64:
+    """Run one order of tasks on all ranks as `run_tasks` would; returns when each stage ends, `[stages, ranks]`.
+
+    For plans whose passes have the same MicroPacks of whole documents, equally many on each rank. `codes` are
+    `[stages, tasks]`, `seconds` `[3, chunks, ranks, MicroPacks]`, the others `[ranks, MicroPacks]`. Ranks with one
+    number in `leaders`, the first of them, share that MicroPack. The result is inf if tasks wait for each other.
+    """
+    (_, chunks, ranks, count), (stages, tasks) = seconds.shape, codes.shape
+    inputs, has_input = np.zeros((2, chunks, count, ranks)), np.zeros((2, chunks, count), np.bool_)
+    has_input[_F, 0] = True
+    for pack in range(count):  # the backward of one that is empty on all ranks waits for nothing
+        has_input[_B, chunks - 1, pack] = seconds[_F, :, :, pack].max() == 0.0
+    done, turns = np.zeros((3, chunks), np.int64), np.zeros(stages, np.int64)
+    ends, links, starts = np.zeros((stages, ranks)), np.zeros((stages, 2, ranks)), np.zeros(ranks)
+    ran = -1
+    while ran < turns.sum():
+        ran = turns.sum()
+        for stage in range(stages):
+            while turns[stage] < tasks:
+                code = np.int64(codes[stage, turns[stage]])
+                kind, chunk = code % 3, code // 3 * stages + stage
+                pack = done[kind, chunk]
+                if kind != _W and not has_input[kind, chunk, pack]:
+                    break
+                starts[:] = ends[stage]
+                for rank in range(ranks):
+                    if kind != _W:
+                        first = leaders[rank, pack]
+                        ready = max(ends[stage, rank], inputs[kind, chunk, pack, rank])
+                        starts[first] = max(starts[first], ready)
+                for rank in range(ranks):
+                    first = leaders[rank, pack] if kind != _W else rank
+                    ends[stage, rank] = starts[first] + seconds[kind, chunk, rank, pack]
+                done[kind, chunk] += 1
+                turns[stage] += 1
+                following = chunk + 1 if kind == _F else chunk - 1
+                if kind == _F and following == chunks:
+                    inputs[_B, chunk, pack], has_input[_B, chunk, pack] = ends[stage], True
+                elif kind != _W and following >= 0:
+                    link = links[stage, kind if stages > 2 else 0]  # each of two stages has only one link
+                    link[:] = np.maximum(link, ends[stage]) + sends[:, pack]
+                    inputs[kind, following, pack], has_input[kind, following, pack] = (
+                        link + lags[:, pack],
+                        True,
+                    )
+    return ends if ran == codes.size else np.full((stages, ranks), np.inf)
+
+
+@compiled
+def stage_seconds(
+    ahead: Int32, back: Int32, forward: Float64, backward: Float64, weight: Float64, pp: int
+) -> Float64:
+    """Return seconds of each stage of each rank, `[4, pp, ranks]`, given those of tasks, `[chunks, MicroPacks]`.
+
+    They are those of all its tasks, and of those but weight gradients; and the least of a MicroPack's forwards in the
+    chunks before this stage, and of the backwards there (0 without a MicroPack that isn't empty).
+    `ahead` and `back` say where each rank's MicroPacks begin, `[ranks + 1]`.
+    """
+    found = np.zeros((4, pp, ahead.size - 1))
+    for rank in range(ahead.size - 1):
+        for chunk in range(forward.shape[0]):
+            of_both = forward[chunk, ahead[rank] : ahead[rank + 1]].sum()
+            of_both += backward[chunk, back[rank] : back[rank + 1]].sum()
+            found[1, chunk % pp, rank] += of_both
+            found[0, chunk % pp, rank] += of_both + weight[chunk, back[rank] : back[rank + 1]].sum()
+        for row, seconds, begins in ((2, forward, ahead), (3, backward, back)):
+            least = np.full(pp, np.inf)
+            for pack in range(begins[rank], begins[rank + 1]):
+                so_far, is_empty = 0.0, seconds[:, pack].max() == 0.0
+                for stage in range(1, 1 if is_empty else pp):
+                    so_far += seconds[stage - 1, pack]
+                    least[stage] = min(least[stage], so_far)
+            for stage in range(1, pp):
+                found[row, stage, rank] = least[stage] if least[stage] < np.inf else 0.0
+    return found

@@ -9,7 +9,14 @@ import numpy as np
 
 from varlen import jit
 from varlen.plan import kernels_groups
-from varlen.plan.baselines.packed import Order, build, micro_batch_counts, ordered, work_of_packs
+from varlen.plan.baselines.packed import (
+    Order,
+    build,
+    count_up,
+    micro_batch_counts,
+    ordered,
+    work_of_packs,
+)
 from varlen.plan.partition import partition
 from varlen.plan.search import Candidate
 from varlen.step_plan import Mesh
@@ -190,8 +197,10 @@ def _completed(
     """Add an empty group for each rank that a micro-batch leaves free."""
     num_batches = int(batches.max(initial=-1)) + 1
     is_free = np.ones((num_batches, dp), np.bool_)
-    for first, level, batch in zip(first_ranks, levels, batches):
-        is_free[batch, first : first + (1 << level)] = False
+    sizes = 1 << levels
+    is_free[np.repeat(batches, sizes), np.repeat(first_ranks, sizes) + count_up(sizes.astype(np.int64))] = (
+        False
+    )
     more, ranks = np.nonzero(is_free)
     return (
         np.concatenate([first_ranks, ranks]).astype(np.int32),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal
 
 import numpy as np
@@ -17,6 +17,9 @@ from varlen.types import FloatArray, Int32Array, IntArray
 
 Order = Literal["given", "long_first", "long_last", "long_middle", "long_ends", "random"]
 """The order in which a rank runs its packs."""
+
+PacksOf = Callable[[int], tuple[Int32Array, int]]
+"""A function from a capacity to the pack of each document, and the number of packs."""
 
 ORDERS: Final[tuple[Order, ...]] = ("given", "long_first", "long_last", "long_middle", "long_ends", "random")
 
@@ -80,10 +83,14 @@ def packed_candidates(
     sizes: Sequence[int],
     *,
     orders: tuple[Order, ...] = ORDERS,
+    packs: PacksOf | None = None,
 ) -> Iterator[Iterator[Candidate]]:
-    """Yield tuned packings: several capacities and ranks of even work, each in several orders."""
+    """Yield tuned packings: several capacities and ranks of even work, each in several orders.
+
+    `packs` returns the packs of `lengths` at a capacity, if they are kept.
+    """
     for tried in sizes:
-        pack_of, num_packs = packs_of(lengths, tried)
+        pack_of, num_packs = packs(tried) if packs else packs_of(lengths, tried)
         pack_work = work_of_packs(work, pack_of, num_packs)
         seen: set[bytes] = set()
         for name, ranks in rank_choices(pack_work, mesh.dp):
@@ -275,7 +282,7 @@ def build(
     """
     num_packs = first_ranks.size
     copies = np.repeat(order, num_ranks[order])
-    ranks = first_ranks[copies] + _count_up(num_ranks[order].astype(np.int64))
+    ranks = first_ranks[copies] + count_up(num_ranks[order].astype(np.int64))
     counts = np.bincount(ranks, minlength=mesh.dp)
     if mesh.sharding == "parameters":
         missing = counts.max() - counts
@@ -287,7 +294,7 @@ def build(
     by_pack = np.argsort(pack_of, kind="stable")[np.count_nonzero(pack_of < 0) :]
     sizes = np.bincount(pack_of[by_pack], minlength=num_packs + 1)
     begins = np.cumsum(sizes) - sizes
-    ids = by_pack[np.repeat(begins[copies], sizes[copies]) + _count_up(sizes[copies])].astype(np.int32)
+    ids = by_pack[np.repeat(begins[copies], sizes[copies]) + count_up(sizes[copies])].astype(np.int32)
     packs = MicroPacks(
         rank_offsets=_offsets(counts),
         slice_offsets=_offsets(sizes[copies]),
@@ -312,7 +319,7 @@ def work_of_packs(work: FloatArray, pack_of: Int32Array, num_packs: int) -> Floa
     return total.astype(np.float64)
 
 
-def _count_up(counts: IntArray) -> IntArray:
+def count_up(counts: IntArray) -> IntArray:
     """Return 0, 1, … below each count, one after the other."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
