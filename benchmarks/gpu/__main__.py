@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import engine, gradients, slices, training
+from benchmarks.gpu import engine, gradients, several, slices, training
 from benchmarks.records import machine, versions
 
 
@@ -35,16 +35,17 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "gradients": Part(gradients.gradients, 65),
+    "gradients": Part(gradients.gradients, 120),
     "waits": Part(engine.waits, 60),
-    "ways": Part(engine.ways, 120),
-    "attention": Part(engine.rates, 60),
+    "ways": Part(engine.ways, 90),
+    "attention": Part(engine.rates, 45),
     "steps": Part(training.steps, 75),
-    "transfer": Part(lambda _: training.transfer(), 30),
+    "overhead": Part(slices.overhead, 60),
     "kernels": Part(engine.kernels, 60),
-    "slices": Part(slices.overhead, 120),
+    "transfer": Part(lambda _: training.transfer(), 30),
+    "several": Part(several.several, 600),
     "longest": Part(slices.longest, 120),
-    "isolation": Part(lambda device: gradients.isolation(device.type), 130),
+    "isolation": Part(lambda device: gradients.isolation(device.type), 240),
 }
 """In the order run, what is most worth knowing first."""
 

@@ -86,10 +86,12 @@ def side_by_side(
     return [median(times) for times in taken]
 
 
-def fresh_step(model: Any, engine: vl.SliceEngine, batch: vl.PackedBatch) -> Any:
+def fresh_step(
+    model: Any, engine: vl.SliceEngine, batch: vl.PackedBatch, plan: vl.StepPlan | None = None
+) -> Any:
     """Run a step whose gradients are there and 0, as one of many in training."""
     model.zero_grad(set_to_none=False)
-    return engine.step(batch)
+    return engine.step(batch, plan)
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:

@@ -206,6 +206,23 @@ def rates(rows: Any) -> str:
     )
 
 
+def several(rows: Any) -> str:
+    lines = []
+    for row in _ran(rows):
+        of = row.get("mesh") or row.get("gathered") or f"raised after {row['seconds']:.1f} s"
+        off = f"{row['gradients_off']:.1e}" if "gradients_off" in row else ""
+        timed = row["part"] == "seconds"
+        step = f"{row['seconds']:.3f} s" if timed else ""
+        error = f"{row['simulated_s'] / row['seconds'] - 1:+.1%}" if timed else ""
+        lines.append([row["part"], of, off, step, error])
+    return (
+        "## Several GPUs\n\n"
+        "One process a GPU over NCCL: gradients of a small model in float32 beside one GPU's, with documents that ranks "
+        "share where there are cp ranks; a pipeline whose second process is killed; steps of the model of 1.1 billion "
+        "parameters.\n\n" + table(["part", "mesh", "gradients off by", "step", "simulated step"], lines)
+    )
+
+
 PARTS: dict[str, Callable[[Any], str]] = {
     "steps": steps,
     "ways": ways,
@@ -215,6 +232,7 @@ PARTS: dict[str, Callable[[Any], str]] = {
     "overhead": overhead,
     "kernels_race": race,
     "attention": rates,
+    "several": several,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 import varlen as vl
 from benchmarks.gpu.models import BILLION, fresh_step, llama, one_document, peak_bytes, side_by_side
 
-TOKENS = 32_768
+TOKENS = 16_384
 SLICES = (1024, 2048, 4096, 8192, 16_384)
 LONGEST = 2**21
 """Tokens beyond which the longest document isn't looked for."""

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from benchmarks.gpu import engine, gradients, slices, training
+from benchmarks.gpu import engine, gradients, several, slices, training
 from benchmarks.gpu.__main__ import PARTS, Part, run, run_part
 from benchmarks.gpu.models import TINY, llama, one_document
 from benchmarks.running import longest, page, pipelines, steps, waits
@@ -287,6 +287,28 @@ def test_kernels_of_a_step_are_counted():
 
     assert [row["documents"] for row in found] == ["one long", "short", "equal"]
     assert all(row["seconds"] > 0 for row in found)
+
+
+def test_what_processes_found_is_the_first_ones_with_the_largest_distances():
+    rows = {0: {"mesh": "pp=2", "loss_off": 0.1}, 1: {"mesh": "pp=2", "loss_off": 0.3}}
+
+    assert several._first(rows) == {"mesh": "pp=2", "loss_off": 0.3}
+    assert several._first({**rows, 1: {"failed": "no"}})["failed"] == "no"
+    assert "no process ended" in several._first({})["failed"]
+    assert {len(several.meshes(world)) for world in (2, 4)} == {4, 7}
+    assert all(mesh.num_gpus == world for world in (2, 4) for mesh in several.meshes(world))
+
+
+@pytest.mark.soak
+def test_two_processes_have_the_gradients_of_one_and_a_death_is_raised(monkeypatch):
+    monkeypatch.setattr(several, "PATIENCE_S", 300.0)
+
+    rows = [several._first(several._job(several.exact, 2, "cpu", mesh)) for mesh in several.meshes(2)]
+    death = several._first(several._job(several.killed, 2, "cpu", dies=1))
+
+    assert all(row["gradients_off"] < 1e-5 for row in rows)
+    assert rows[2]["shared_documents"] > 0
+    assert "WorkerDiedError" in death["raised"]
 
 
 def test_a_part_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch):
