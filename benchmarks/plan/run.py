@@ -37,13 +37,13 @@ def _cells(cells: list[Cell], *methods: str) -> list[Job]:
 
 def _jobs(part: str, is_quick: bool) -> list[Job]:
     if part == "grid":
-        return _cells(grid()[:6] if is_quick else grid())
+        return _cells(grid()[:2] if is_quick else grid())
     if part == "hidden":
-        return _cells(hidden(grid()[:6] if is_quick else grid()))
+        return _cells(hidden(grid()[:2] if is_quick else grid()))
     if part == "equal_rates":
         return _cells(equal_rates()[:4] if is_quick else equal_rates(), "packed", "micropack")
     if part == "interleaved":  # packs as users run them have one chunk of layers a GPU; all others are tuned
-        cells = interleaved(grid()[:6] if is_quick else grid()[::3])
+        cells = interleaved(grid()[:2] if is_quick else grid()[::3])
         return _cells(cells, *(name for name in METHODS if name != "as_run"))
     if part == "ablation":
         return [(cell.key, ablated, (cell,)) for cell in ABLATION_CELLS[: 2 if is_quick else None]]
