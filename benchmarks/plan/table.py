@@ -1,7 +1,7 @@
 """docs/planning-results.md from the newest result of the planning benchmark; needs nothing but Python.
 
-`python -m benchmarks.plan.table` writes the page; `--check` only says whether it is up to date, with exit code 1 if
-not.
+`python -m benchmarks.plan.table` writes the page, and one sentence of it into README.md and docs/planning.md;
+`--check` only says whether they are up to date, with exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ from benchmarks.plan.figures import (
 from benchmarks.records import ROOT
 
 PAGE = ROOT / "docs" / "planning-results.md"
+TOLD = (ROOT / "README.md", ROOT / "docs" / "planning.md")
+"""Pages with one sentence of the results, between marks."""
 WORST = 12
 ABLATION_TITLES = {
     "tuning": "tuning packs (capacity, ranks, order)",
@@ -78,8 +80,10 @@ TUNED = ("packed", "balanced", "dynamic_cp", "sliced", "micropack")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return pages.write(
-        "benchmarks.plan.table", __doc__, PAGE, lambda _: page(load_newest(), load_exact()), arguments
+    fresh = {PAGE: lambda _: page(load_newest(), load_exact())}
+    fresh |= {path: lambda before: sections.told(before, load_newest()) for path in TOLD}
+    return max(
+        pages.write("benchmarks.plan.table", __doc__, path, of, arguments) for path, of in fresh.items()
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.plan import delayed as delayed_of
 from benchmarks.plan import figures as figures_of
 from benchmarks.plan import run as benchmark
+from benchmarks.plan import sections
 from benchmarks.plan import table as page_of
 from benchmarks.plan.grid import MESHES, SETS, Cell, equal_rates, grid, hidden, slower
 from benchmarks.plan.methods import ABLATION_CELLS, EXACT_CELLS, SETTINGS
@@ -410,6 +411,22 @@ def test_what_asymmetry_brings_is_said_in_words():
     page = page_of.page(result([record()], ablation=records))
 
     assert "full recomputation 1x (1 to 1.02), 1 of 3 cells faster by 0.5 % or more" in page
+
+
+def test_one_sentence_of_the_results_stands_between_marks_unless_others_were_not_tuned():
+    before = f"a {sections.MARKS[0]}old{sections.MARKS[1]} b"
+    wide, small = record(1.5), record(4.0, dp=2)
+
+    assert sections.told(before, result([wide, small])) == before
+    wide["methods"]["sliced"]["cp"] = 4
+    after = sections.told(before, result([wide, small]))
+
+    said = "1 steps on 16 ranks and more: 1.5x (1.5 to 1.5) over the best other method"
+    assert after.startswith(f"a {sections.MARKS[0]}simulated, {said}")
+    assert after.endswith(f"{sections.MARKS[1]} b")
+    for path in page_of.TOLD:
+        text = path.read_text(encoding="utf-8")
+        assert text.index(sections.MARKS[0]) < text.index(sections.MARKS[1])
 
 
 def test_exact_solving_is_tried_in_some_cells_of_one_setting():
