@@ -165,11 +165,11 @@ def _beginning(result: dict[str, Any], cells: list[Record]) -> list[str]:
             (_verdict(found) for found in verdicts(result)),
         ),
         "A cell is large enough with at least 10 (pp - 1) 2,048 tokens a data-parallel rank. A plan's *own bound* "
-        "counts work at the highest rates over all rows, without launches, so that no plan reaches it; filling the "
-        "pipeline with a unit of 2,048 rows is part of it, and so is what the plan recomputes: a plan that "
-        "recomputes more, to fit or because it is faster so, has more to do. `varlen plan` prints another one, *over "
-        "bound*, which is one for all methods: no plan recomputes less than it counts, and pipelines fill with a "
-        "single row. It is lower, so that the same plan stands further above it.",
+        "counts work at the highest rates over all rows, without launches; filling the pipeline with a unit of 2,048 "
+        "rows is part of it (at equal rates a plan that begins with fewer rows may be a little below), and so is "
+        "what the plan recomputes: a plan that recomputes more, to fit or because it is faster so, has more to do. "
+        "`varlen plan` prints another one, *over bound*, which is one for all methods: no plan recomputes less than "
+        "it counts, and pipelines fill with a single row. It is lower, so that a plan stands further above it.",
     ]
 
 
