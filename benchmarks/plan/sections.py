@@ -94,7 +94,7 @@ def delayed(result: dict[str, Any]) -> list[str]:
     steps = " and ".join(str(count) for count in sorted({record["steps"] for record in records}))
     return [
         "## Moving documents between steps",
-        table(("cell", "micropack", *names, "documents that wait, most"), rows),
+        table(("cell", "micropack, seconds", *names, "documents that wait, most"), rows),
         f"Step time over that of micropack, summed over {steps} steps of the same documents: every way has trained "
         "on equal tokens in the end. *Delayed* ways hold long documents back (outlier delay of WLB-LLM, "
         "`vl.delay_outliers`, 8 steps at most), so that a step's documents are other ones than were drawn: this is "
@@ -126,7 +126,7 @@ def slower(result: dict[str, Any]) -> list[str]:
         table(("over", "cells", *DECILES), rows),
         "Step time over that of micropack, in every sixth cell, at shares of the rates that are published of "
         "FlashAttention 3 on an H100. PyTorch's own kernel, which the engine takes where no other is installed, is "
-        "FlashAttention 2 and reaches about half to three quarters of them. One chunk of layers a GPU.",
+        "FlashAttention 2, expected at a half to six tenths of them until a GPU has run. One chunk of layers a GPU.",
     ]
 
 
