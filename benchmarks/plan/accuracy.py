@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ import torch
 
 from benchmarks.gpu.models import llama, llama_sizes
 from benchmarks.records import RESULTS, load, save, stamp
+from benchmarks.running import pipelines
+from benchmarks.running.processes import side_by_side
+from benchmarks.running.steps import CAPACITY, LEAST_ROWS, SETS, Step, lengths_of, source_of
 from varlen.cost import kernels
 from varlen.cost.fit import mape
 from varlen.cost.hardware import Hardware
@@ -28,12 +31,14 @@ from varlen.cost.memory import Saved
 from varlen.cost.model import CostModel
 from varlen.cost.rates import FORWARD_HEAD, FORWARD_LAYER, INPUT_HEAD, INPUT_LAYER, WEIGHT_HEAD, WEIGHT_LAYER
 from varlen.cost.shape import ModelShape
+from varlen.plan.api import plan_step
+from varlen.plan.search import Search
 from varlen.runtime.calibrate import Bench, quiet
 from varlen.runtime.clock import bytes_meter
 from varlen.runtime.stage_run import TaskRun
 from varlen.runtime.step import run_step
 from varlen.simulate.api import simulate
-from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, Recompute, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, Recompute, StepPlan, spread
 
 CONFIG = llama_sizes(512, 1408, 8, 4, layers=3, vocab=4096, positions=8192)
 MEMORY_CONFIG = {**CONFIG, "num_hidden_layers": 8, "vocab_size": 1024}
@@ -241,6 +246,48 @@ def predicted_bytes(shape: ModelShape, plan: StepPlan, saved: Saved = "layers") 
     cost = CostModel(model=shape, hardware=Hardware.named("h100"), kernels="eager", saved=saved)
     states = cost.as_planned(plan).memory(plan.mesh).state_bytes
     return float((simulate(plan, cost).peaks_bytes - states).max())
+
+
+MESHES = {"two stages": Mesh(pp=2), "two ranks": Mesh(dp=2)}
+"""Of the processes, one core each, that run the steps of every method."""
+COMPARED = ("as_run", "packed", "balanced", "dynamic_cp", "sliced", "micropack")
+METHOD_ROUNDS = 4
+LONGEST = 2048
+"""Tokens of the longest document of two ranks, which is more than a rank's share of the step."""
+
+
+def of_methods(name: str, is_quick: bool = False) -> dict[str, Any]:
+    """Run steps by every method's plan on two processes, beside what the simulator says; return plain data.
+
+    Messages, waits and the sums of gradients are all part of it, which `timed` leaves out.
+    """
+    torch.set_num_threads(1)
+    cost, mesh, found = pipelines.first_cost(), MESHES[name], []
+    for source in SETS[: 1 if is_quick else 2]:
+        lengths = lengths_of(source, 12 if mesh.dp > 1 else pipelines.DOCUMENTS)
+        if mesh.dp > 1:
+            lengths = np.append(np.minimum(lengths, LONGEST // 4), LONGEST).astype(np.int32)
+        found += [
+            Step(documents=source_of(source), method=method, plan=_best(method, lengths, cost, mesh))
+            for method in COMPARED
+        ]
+    ranks = side_by_side(pipelines.measured, mesh.num_gpus, found, 2 if is_quick else METHOD_ROUNDS)
+    compared = pipelines.compared(found, ranks, first="as_run")
+    return {"mesh": name, **compared}
+
+
+def _best(method: str, lengths: np.ndarray, cost: CostModel, mesh: Mesh) -> StepPlan:
+    """Return a method's fastest plan with any context parallelism, whose documents ranks share as ranks of dp."""
+    search = Search(least_rows=LEAST_ROWS, repairs=False, asymmetric=False)
+    if method == "as_run":
+        return plan_step(lengths, cost=cost, mesh=mesh, method="packed", capacity=CAPACITY)
+    narrow = [replace(mesh, dp=mesh.dp // cp, cp=cp) for cp in (1, 2) if mesh.dp % cp == 0]
+    plans = [
+        plan_step(lengths, cost=cost, mesh=each, method=method, tuned=True, search=search)  # type: ignore[arg-type]
+        for each in (narrow if method != "micropack" else narrow[:1])
+    ]
+    best = min(plans, key=lambda plan: simulate(plan, cost).makespan_s)
+    return spread(best, mesh.dp // best.mesh.dp)
 
 
 def main() -> int:

@@ -27,6 +27,8 @@ OTHERS = tuple(name for name in TITLES if name != "micropack")
 TUNED_OTHERS = tuple(name for name in OTHERS if name != "as_run")
 MORE_CHUNKS = (2, 3)
 """Chunks of layers a GPU, beside one, that every tuned method is planned with."""
+ATTENTION_SHARES = (0.5, 0.75)
+"""Shares of the published rates of attention, besides all of them."""
 LARGE_MESH = 16
 """dp x pp from which a mesh counts as large."""
 TOLERANCE = 1.001
@@ -97,6 +99,34 @@ def over_best_other(records: Iterable[Record]) -> list[float]:
 
 def speedups(records: Iterable[Record], over: str) -> list[float]:
     return [found for record in records if (found := speedup(record, over)) is not None]
+
+
+DECILES = ("least", "10 %", "median", "90 %", "most")
+
+
+def deciles(values: list[float]) -> list[float | None]:
+    if not values:
+        return [None] * len(DECILES)
+    rising = sorted(values)
+    return [rising[round(share * (len(rising) - 1))] for share in (0, 0.1, 0.5, 0.9, 1)]
+
+
+def number(value: float | None, unit: str = "", digits: int = 3) -> str:
+    """Return a number with some digits that count, "-" for none."""
+    if value is None:
+        return "-"
+    return (
+        f"{value:,.0f}{unit}"
+        if abs(value) >= 100 or (value == 0 and not unit)
+        else f"{value:.{digits}g}{unit}"
+    )
+
+
+def spread(values: list[float], unit: str = "") -> str:
+    """Return the median, and the least and most value."""
+    if not values:
+        return "-"
+    return f"{number(median(values), unit)} ({number(min(values))} to {number(max(values))})"
 
 
 def middle(values: list[float]) -> float | None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.inputs import REAL_LENGTHS
-from benchmarks.plan.figures import MORE_CHUNKS
+from benchmarks.plan.figures import ATTENTION_SHARES, MORE_CHUNKS
 from varlen.cost.hardware import Hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
@@ -71,6 +71,8 @@ class Cell:
     virtual_stages: int = 1
     exchange_overlap: float = 0.0
     """0 as measured of the engine; 1 hides the exchange of shared documents behind attention."""
+    attention_share: float = 1.0
+    """Of the published rates of attention, at which it runs."""
 
     @property
     def key(self) -> str:
@@ -105,7 +107,10 @@ class Cell:
     def cost(self) -> CostModel:
         """Return the cost model; positions have no end, since the shapes stand for models of long context."""
         hardware = Hardware.named("h100")
-        changed = {**_fields(hardware), "heads_exponent": self.heads_exponent}
+        attention = [
+            replace(table, tflops=self.attention_share * table.tflops) for table in hardware.attention
+        ]
+        changed = {**_fields(hardware), "heads_exponent": self.heads_exponent, "attention": tuple(attention)}
         return CostModel(
             model=ModelShape(**{**_fields(ModelShape.named(self.model)), "max_positions": None}),
             hardware=Hardware(**changed),
@@ -163,6 +168,18 @@ def grid(per_group: int = PER_GROUP) -> list[Cell]:
 def hidden(cells: list[Cell]) -> list[Cell]:
     """Return the cells with exchanges that cost nothing."""
     return [replace(cell, exchange_overlap=1.0) for cell in cells]
+
+
+def slower(cells: list[Cell]) -> list[Cell]:
+    """Return the cells with slower attention, which other kernels and cards have."""
+    return [replace(cell, attention_share=share) for cell in cells for share in ATTENTION_SHARES]
+
+
+def drawn_from(cell: Cell, num_steps: int) -> Int32Array:
+    """Return the lengths of several steps, int32 `[num_steps * documents]`."""
+    size = num_steps * cell.documents
+    chosen = np.random.default_rng((cell.seed, size)).choice(_lengths(cell.lengths), size)
+    return np.minimum(chosen, cell.capacity).astype(np.int32)
 
 
 def interleaved(cells: list[Cell]) -> list[Cell]:

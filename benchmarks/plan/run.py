@@ -15,10 +15,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plan.accuracy import MESHES, of_methods
+from benchmarks.plan.delayed import DELAYED_CELLS, STEPS, delayed
 from benchmarks.plan.figures import FOLDER, note_run
-from benchmarks.plan.grid import Cell, equal_rates, grid, hidden, interleaved
+from benchmarks.plan.grid import Cell, equal_rates, grid, hidden, interleaved, slower
 from benchmarks.plan.methods import ABLATION_CELLS, METHODS, ablated, engine_speed, measured, planning_times
 from benchmarks.plan.methods import TIMED as TIMED_STEPS
+from benchmarks.plan.sharding import sharded
 from benchmarks.records import asked_for, load, opened, parser, rounded, save, stamp
 
 PROCESSES = 2
@@ -34,16 +37,25 @@ def _cells(cells: list[Cell], *methods: str) -> list[Job]:
 
 def _jobs(part: str, is_quick: bool) -> list[Job]:
     if part == "grid":
-        return _cells(grid()[:6] if is_quick else grid())
+        return _cells(grid()[:2] if is_quick else grid())
     if part == "hidden":
-        return _cells(hidden(grid()[:6] if is_quick else grid()))
+        return _cells(hidden(grid()[:2] if is_quick else grid()))
     if part == "equal_rates":
         return _cells(equal_rates()[:4] if is_quick else equal_rates(), "packed", "micropack")
     if part == "interleaved":  # packs as users run them have one chunk of layers a GPU; all others are tuned
-        cells = interleaved(grid()[:6] if is_quick else grid()[::3])
+        cells = interleaved(grid()[:2] if is_quick else grid()[::3])
         return _cells(cells, *(name for name in METHODS if name != "as_run"))
     if part == "ablation":
         return [(cell.key, ablated, (cell,)) for cell in ABLATION_CELLS[: 2 if is_quick else None]]
+    if part == "slower":
+        return _cells(slower(grid()[:1] if is_quick else grid()[::6]), *(n for n in METHODS if n != "as_run"))
+    if part == "delayed":
+        steps = 4 if is_quick else STEPS
+        return [(cell.key, delayed, (cell, steps)) for cell in DELAYED_CELLS[: 1 if is_quick else None]]
+    if part == "sharding":
+        return [(cell.key, sharded, (cell,)) for cell in (grid()[:1] if is_quick else grid()[::9])]
+    if part == "accuracy":
+        return [(name, of_methods, (name, is_quick)) for name in MESHES]
     if part == "engine":
         return [("8192 on 64x16", engine_speed, (2 if is_quick else 7,))]
     return [
@@ -52,9 +64,12 @@ def _jobs(part: str, is_quick: bool) -> list[Job]:
     ]
 
 
-PARTS = ("times", "engine", "equal_rates", "ablation", "grid", "hidden", "interleaved")
+PARTS = (
+    "times", "engine", "accuracy", "equal_rates", "ablation", "grid", "hidden", "slower", "sharding", "delayed",
+    "interleaved",
+)  # fmt: skip
 """What is timed comes first, one process at a time, before two run side by side."""
-TIMED = ("times", "engine")
+TIMED = ("times", "engine", "accuracy")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     result |= {**stamp(), "total_cells": len(grid(48))}
     for name in asked.parts:
         processes = 1 if name in TIMED else asked.processes
-        if asked.only and name in ("grid", "hidden", "interleaved", "equal_rates"):
+        if asked.only and name in ("grid", "hidden", "slower", "interleaved", "equal_rates"):
             _renew(name, tuple(asked.only), result, out, processes)
         elif not asked.only:
             _run(name, _jobs(name, asked.quick), result, out, processes)

@@ -1,7 +1,7 @@
 """docs/planning-results.md from the newest result of the planning benchmark; needs nothing but Python.
 
-`python -m benchmarks.plan.table` writes the page; `--check` only says whether it is up to date, with exit code 1 if
-not.
+`python -m benchmarks.plan.table` writes the page, and one sentence of it into README.md and docs/planning.md;
+`--check` only says whether they are up to date, with exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 from benchmarks import pages
 from benchmarks.pages import table
+from benchmarks.plan import sections
 from benchmarks.plan.figures import (
+    DECILES,
     EXACT_HEAD,
     LARGE_MESH,
     MORE_CHUNKS,
@@ -25,17 +27,20 @@ from benchmarks.plan.figures import (
     Record,
     Verdict,
     best_other,
+    deciles,
     exact,
     exact_words,
     load_exact,
     load_newest,
     middle,
+    number,
     over_best_other,
     ratios,
     records_of,
     runs,
     speedup,
     speedups,
+    spread,
     step_times,
     tuned,
     verdicts,
@@ -43,6 +48,8 @@ from benchmarks.plan.figures import (
 from benchmarks.records import ROOT
 
 PAGE = ROOT / "docs" / "planning-results.md"
+TOLD = (ROOT / "README.md", ROOT / "docs" / "planning.md")
+"""Pages with one sentence of the results, between marks."""
 WORST = 12
 ABLATION_TITLES = {
     "tuning": "tuning packs (capacity, ranks, order)",
@@ -62,7 +69,7 @@ _FAIR = (
     "micropack tries all of that by itself, and contains their plans. `vl.delay_outliers` moves documents between "
     "steps and stands apart. Exchanges of shared documents cost what the engine takes, which doesn't hide them; "
     "*hidden* is the other end, where they cost nothing. Attention runs at the published rates of FlashAttention 3 "
-    "on an H100, which no GPU of ours has confirmed."
+    "on an H100, which no GPU of ours has confirmed; *slower attention* has half and three quarters of them."
 )
 _PLANNING = (
     "Processor time of one thread: each step is planned three times, and its median counts. 512 documents on 4x4 are "
@@ -73,8 +80,10 @@ TUNED = ("packed", "balanced", "dynamic_cp", "sliced", "micropack")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return pages.write(
-        "benchmarks.plan.table", __doc__, PAGE, lambda _: page(load_newest(), load_exact()), arguments
+    fresh = {PAGE: lambda _: page(load_newest(), load_exact())}
+    fresh |= {path: lambda before: sections.told(before, load_newest()) for path in TOLD}
+    return max(
+        pages.write("benchmarks.plan.table", __doc__, path, of, arguments) for path, of in fresh.items()
     )
 
 
@@ -96,7 +105,9 @@ def page(result: dict[str, Any], solved: dict[str, Any] | None = None) -> str:
         _ablation(records_of(result, "ablation")),
         "Step time without the idea over step time with it: median (least to most) of 24 cells each: 512 documents "
         "of six sets, 128K and 256K, 7B, tp 8, on 4x4 and 8x8. Below 1 the idea would have been better left out. "
-        "*Tuning* and *balancing* are of packs of whole documents, which slicing then takes apart.",
+        "*Tuning* and *balancing* are of packs of whole documents, which slicing then takes apart. *Exact solving* "
+        "is tried in six cells.",
+        *sections.asymmetry(records_of(result, "ablation")),
         "## Planning times",
         _planning(records_of(result, "times")),
         "## Equal rates",
@@ -144,21 +155,22 @@ def _beginning(result: dict[str, Any], cells: list[Record]) -> list[str]:
         "the tuned ones in each cell; deciles are of cells.",
         _best_others(cells, records_of(result, "hidden")),
         "In how many cells each is the best other method, and with which context parallelism.",
+        *sections.slower(result),
+        *sections.errors(result),
+        *sections.delayed(result),
+        *sections.sharding(result),
         "## Targets",
         table(
             ("what must hold", "found", "target", "cells", "met"),
             (_verdict(found) for found in verdicts(result)),
         ),
         "A cell is large enough with at least 10 (pp - 1) 2,048 tokens a data-parallel rank. A plan's *own bound* "
-        "counts work at the highest rates over all rows, without launches, so that no plan reaches it; filling the "
-        "pipeline with a unit of 2,048 rows is part of it, and so is what the plan recomputes: a plan that "
-        "recomputes more, to fit or because it is faster so, has more to do. `varlen plan` prints another one, *over "
-        "bound*, which is one for all methods: no plan recomputes less than it counts, and pipelines fill with a "
-        "single row. It is lower, so that the same plan stands further above it.",
+        "counts work at the highest rates over all rows, without launches; filling the pipeline with a unit of 2,048 "
+        "rows is part of it (at equal rates a plan that begins with fewer rows may be a little below), and so is "
+        "what the plan recomputes: a plan that recomputes more, to fit or because it is faster so, has more to do. "
+        "`varlen plan` prints another one, *over bound*, which is one for all methods: no plan recomputes less than "
+        "it counts, and pipelines fill with a single row. It is lower, so that a plan stands further above it.",
     ]
-
-
-_DECILES = ("least", "10 %", "median", "90 %", "most")
 
 
 def _over_best(cells: list[Record], hidden: list[Record]) -> str:
@@ -174,16 +186,9 @@ def _over_best(cells: list[Record], hidden: list[Record]) -> str:
                 ("best other", over_best_other(some)),
                 ("packed, tuned", speedups(some, "packed")),
             ):
-                found = [_number(value) for value in _deciles(values)]
+                found = [number(value) for value in deciles(values)]
                 rows.append((f"{title}, exchanges {exchanges}, {text}", f"{len(values)}", *found))
-    return table(("over", "cells", *_DECILES), rows)
-
-
-def _deciles(values: list[float]) -> list[float | None]:
-    if not values:
-        return [None] * len(_DECILES)
-    rising = sorted(values)
-    return [rising[round(share * (len(rising) - 1))] for share in (0, 0.1, 0.5, 0.9, 1)]
+    return table(("over", "cells", *DECILES), rows)
 
 
 def _best_others(cells: list[Record], hidden: list[Record]) -> str:
@@ -197,29 +202,16 @@ def _best_others(cells: list[Record], hidden: list[Record]) -> str:
     return table(("method", "cells", "context parallelism"), rows)
 
 
-def _number(value: float | None, unit: str = "") -> str:
-    """Return a number with three digits that count, "-" for none."""
-    if value is None:
-        return "-"
-    return f"{value:,.0f}{unit}" if abs(value) >= 100 or (value == 0 and not unit) else f"{value:.3g}{unit}"
-
-
 def _verdict(found: Verdict) -> tuple[str, ...]:
     sign = "at least" if found.is_least else "at most"
     met = {True: "yes", False: "**no**", None: "not run"}[found.met]
     return (
         found.what,
-        _number(found.value, found.unit),
-        f"{sign} {_number(found.target, found.unit)}",
+        number(found.value, found.unit, digits=4),
+        f"{sign} {number(found.target, found.unit, digits=4)}",
         f"{found.cells:,}",
         met,
     )
-
-
-def _spread(values: list[float]) -> str:
-    if not values:
-        return "-"
-    return f"{_number(median(values))} ({_number(min(values))} to {_number(max(values))})"
 
 
 def _methods(cells: list[Record]) -> str:
@@ -228,8 +220,8 @@ def _methods(cells: list[Record]) -> str:
         figures = [record["methods"].get(name, {}) for record in cells]
         fitting = [figure for figure in figures if "step_s" in figure]
         columns = ("bubble", "imbalance", "peak_gb", "planning_s")
-        medians = (_number(middle([figure[column] for figure in fitting])) for column in columns)
-        over = _spread(ratios(cells, name)), _spread(ratios(_large(cells), name))
+        medians = (number(middle([figure[column] for figure in fitting])) for column in columns)
+        over = spread(ratios(cells, name)), spread(ratios(_large(cells), name))
         rows.append((title, *over, *medians, f"{len(figures) - len(fitting)}"))
     head = ("method", "over own bound, all cells", "large enough cells", "bubble", "imbalance", "peak GB")
     return table((*head, "planning s", "doesn't fit"), rows)
@@ -241,7 +233,7 @@ def _large(cells: list[Record]) -> list[Record]:
 
 def _beside_others(cells: list[Record]) -> list[str]:
     """Return speed-ups over all other methods, and the step time over the own bound."""
-    return [*(_spread(speedups(cells, name)) for name in OTHERS), _spread(ratios(cells))]
+    return [*(spread(speedups(cells, name)) for name in OTHERS), spread(ratios(cells))]
 
 
 _OTHERS_HEAD = (*(TITLES[name] for name in OTHERS), "over own bound")
@@ -266,8 +258,10 @@ def _by_set(cells: list[Record]) -> str:
     names, capacities = ({key[at] for key in groups} for at in (0, 1))
     for name, capacity in itertools.product(sorted(names), sorted(capacities)):
         some = groups.get((name, capacity), [])
+        if not some:
+            continue
         lost = middle([100 * record["truncated_share"] for record in some])
-        rows.append([f"{name}, {capacity // 1024}K", f"{_number(lost)} %", *_beside_others(some)])
+        rows.append([f"{name}, {capacity // 1024}K", f"{number(lost)} %", *_beside_others(some)])
     return table(("set, capacity", "truncated", *_OTHERS_HEAD), rows)
 
 
@@ -286,7 +280,7 @@ def _ablation(records: list[Record]) -> str:
         for setting in settings:
             plans = [record["plans"] for record in records if record["setting"] == setting]
             both = [p for p in plans if "step_s" in p.get(without, {}) and "step_s" in p.get(with_it, {})]
-            row.append(_spread([p[without]["step_s"] / p[with_it]["step_s"] for p in both]))
+            row.append(spread([p[without]["step_s"] / p[with_it]["step_s"] for p in both]))
         rows.append(row)
     return table(("idea", *settings), rows)
 
@@ -315,8 +309,8 @@ def _equal(records: list[Record]) -> str:
     rows = []
     for capacity in sorted({record["cell"]["capacity"] for record in records}):
         some = [record for record in records if record["cell"]["capacity"] == capacity]
-        row = (f"{capacity // 1024}K, 4x4, 7B", f"{len(some)}", _spread(ratios(some)))
-        rows.append((*row, _spread(speedups(some, "packed"))))
+        row = (f"{capacity // 1024}K, 4x4, 7B", f"{len(some)}", spread(ratios(some)))
+        rows.append((*row, spread(speedups(some, "packed"))))
     return table(("cells", "number", "over own bound", "speed-up over packed, tuned"), rows)
 
 
@@ -340,8 +334,8 @@ def _interleaved(result: dict[str, Any]) -> str:
             (
                 title,
                 f"{len(cells)}",
-                _spread(ratios(_large(cells))),
-                *(_spread(_over_one(cells, ones, name)) for name in TUNED),
+                spread(ratios(_large(cells))),
+                *(spread(_over_one(cells, ones, name)) for name in TUNED),
             )
             for title, cells in rows
         ),
@@ -370,10 +364,10 @@ def _cells(records: list[Record]) -> str:
     rows = []
     for record in records:
         ours = record["methods"][_CHIEF]
-        seconds = f"{_number(ours.get('step_s'))} s" if "step_s" in ours else "-"
+        seconds = f"{number(ours.get('step_s'))} s" if "step_s" in ours else "-"
         row = [record["key"].replace("/", ", "), f"{record['tokens'] / 1e6:.2f} M", seconds]
-        row += [_number(ours.get("ratio")), _number(ours.get("bubble")), _recomputed(ours)]
-        rows.append([*row, *(_number(speedup(record, name)) for name in OTHERS)])
+        row += [number(ours.get("ratio")), number(ours.get("bubble")), _recomputed(ours)]
+        rows.append([*row, *(number(speedup(record, name)) for name in OTHERS)])
     head = ("cell", "tokens", "step", "over own bound", "bubble", "recompute")
     return table((*head, *(TITLES[name] for name in OTHERS)), rows)
 

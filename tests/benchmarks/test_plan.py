@@ -6,12 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from benchmarks.plan import delayed as delayed_of
 from benchmarks.plan import figures as figures_of
 from benchmarks.plan import run as benchmark
+from benchmarks.plan import sections
 from benchmarks.plan import table as page_of
-from benchmarks.plan.grid import MESHES, SETS, Cell, equal_rates, grid, hidden
-from benchmarks.plan.methods import ABLATION_CELLS, SETTINGS
+from benchmarks.plan.grid import MESHES, SETS, Cell, equal_rates, grid, hidden, slower
+from benchmarks.plan.methods import ABLATION_CELLS, EXACT_CELLS, SETTINGS
+from benchmarks.plan.sharding import by_documents, by_sequences
+
+from varlen.step_plan import Mesh, MicroPacks
 
 
 def record(speedup: float = 3.0, *, ratio: float = 1.05, refused: str = "", **cell: Any) -> dict[str, Any]:
@@ -84,7 +90,7 @@ def test_heads_are_divided_by_tensor_parallel_ranks_in_every_cell():
 
 
 def test_keys_tell_cells_apart():
-    cells = [*grid(48), *hidden(grid(48)), *equal_rates(), *ABLATION_CELLS]
+    cells = [*grid(48), *hidden(grid(48)), *slower(grid(48)), *equal_rates(), *ABLATION_CELLS]
 
     assert len({cell.key for cell in cells}) == len(set(cells))
     assert {name for cell in ABLATION_CELLS for name in SETTINGS if name in ("FLOPs", "calibrated")}
@@ -274,3 +280,155 @@ def test_what_exact_solvers_brought_is_kept_and_of_a_clean_commit():
     assert len(kept["steps"]) == 21
     assert not kept["versions"]["commit"].endswith("+")
     assert figures_of.load_exact(Path("gone.json")) is None
+
+
+PLAIN = Cell(lengths="", capacity=8192, documents=8, model="llama-2-7b", dp=4, pp=2, tp=4, seed=0)
+
+
+def test_slower_attention_takes_its_share_longer_and_all_else_as_long():
+    whole, half = (Cell(**{**vars(PLAIN), "attention_share": share}).cost().hardware for share in (1.0, 0.5))
+
+    for before, after in zip(whole.attention, half.attention):
+        np.testing.assert_array_equal(2 * after.tflops, before.tflops)
+    np.testing.assert_array_equal(whole.gemm.tflops, half.gemm.tflops)
+
+
+def test_shares_of_the_rates_are_compared_over_the_same_cells():
+    fast, other = record(1.2), record(9.0, dp=8)
+    slow = record(1.3, attention_share=0.5)
+    fast["cell"]["attention_share"] = 1.0
+    slow["key"] = fast["key"] + "/attention_share=0.5"
+
+    page = page_of.page(result([fast, other], slower=[slow]))
+
+    assert "| best other, 0.5 times the rates | 1 | 1.3 | 1.3 | 1.3 | 1.3 | 1.3 |" in page
+    assert "| best other, 1 times the rates | 1 | 1.2 | 1.2 | 1.2 | 1.2 | 1.2 |" in page
+    assert "## Slower attention" not in page_of.page(result([fast]))
+
+
+def packs(counts: list[int], lengths: list[int]) -> MicroPacks:
+    """Whole documents on one rank."""
+    return MicroPacks(
+        rank_offsets=np.array([0, len(counts)], np.int32),
+        slice_offsets=np.cumsum([0, *counts]).astype(np.int32),
+        document_ids=np.arange(len(lengths), dtype=np.int32),
+        starts=np.zeros(len(lengths), np.int32),
+        stops=np.array(lengths, np.int32),
+    )
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_at_this_models_rates_no_micro_batch_is_faster_shared_as_a_sequence(cp):
+    """So WLB-LLM's choice between both can't make `balanced` faster than it is priced."""
+    random = np.random.default_rng(cp)
+    counts = [1, *random.integers(1, 40, 30).tolist()]
+    lengths = [65_536, *random.lognormal(7.5, 1.3, sum(counts) - 1).clip(16, 65_536).astype(int).tolist()]
+    mesh, cost = Mesh(dp=1, pp=2, cp=cp, tp=4), PLAIN.cost()
+
+    as_documents, as_sequences = (
+        way(packs(counts, lengths), cost, mesh) for way in (by_documents, by_sequences)
+    )
+
+    assert (as_sequences >= as_documents * (1 - 1e-9)).all()
+    assert as_sequences[0] == pytest.approx(
+        as_documents[0], rel=0.02
+    )  # one document: first and last parts are even
+    assert as_sequences.sum() > 1.02 * as_documents.sum()
+
+
+def test_what_adaptive_sharding_would_bring_is_summed_by_context_parallelism():
+    plan = {
+        "cp": 2,
+        "micro_batches": 10,
+        "faster_as_sequence": 1,
+        "by_document_s": 2.0,
+        "by_sequence_s": 2.5,
+        "adaptive_s": 1.9,
+    }
+    page = page_of.page(result([record()], sharding=[{"plans": [plan, plan | {"cp": 4}]}, {"plans": [plan]}]))
+
+    assert "| 2 | 20 | 2 | 1.250x | 0.950x |" in page
+    assert "| 4 | 10 | 1 | 1.250x | 0.950x |" in page
+
+
+def test_delayed_steps_hold_the_same_documents_and_count_who_waits():
+    lengths = np.full(40, 100, np.int32)
+    lengths[[3, 17]] = 8000
+    drawn = delayed_of._Order(np.arange(40), np.arange(0, 41, 10))
+    orders = delayed_of._orders(lengths, drawn, PLAIN)
+
+    assert len(orders) == len(delayed_of.SHARES) * len(delayed_of.ROUNDS)
+    for setting, order in orders:
+        assert sorted(order.ids.tolist()) == list(range(40))
+        assert sum(int(step.sum()) for step in order.steps(lengths, 4)) == lengths.sum()
+        # Both wait until the last step, from the first and from the second.
+        assert setting["waiting_share"] == pytest.approx(2 / 40)
+        assert setting["waited_steps"] == pytest.approx(2.5)
+
+
+def test_methods_that_move_documents_have_a_table_of_their_own():
+    ways = {
+        "balanced": {"seconds": 30.0, "cp": 4},
+        "balanced, delayed": {"seconds": 24.0, "cp": 2, "waiting_share": 0.012},
+        "micropack": {"seconds": 20.0, "cp": 1},
+        "micropack, delayed": {"refused": "too little memory"},
+    }
+    held = {"key": "a/b", "steps": 64, "ways": ways}
+
+    page = page_of.page(result([record()], delayed=[held]))
+
+    assert "| a, b | 20 s | 1.500x, cp 4 | 1.200x, cp 2 | 1.000x | - | 1.2% |" in page
+    assert figures_of.verdicts(result([record()], delayed=[held])) == figures_of.verdicts(result([record()]))
+
+
+def test_errors_have_their_sign_and_say_whom_they_favour():
+    def step(method: str, predicted: float, measured: float) -> dict[str, Any]:
+        return {
+            "documents": "code",
+            "method": method,
+            "predicted_s": predicted,
+            "measured_s": measured,
+            "error": predicted / measured - 1,
+        }
+
+    steps = [step("micropack", 0.9, 1.0), *(step(name, 1.8, 2.0) for name in figures_of.TUNED_OTHERS)]
+    steps[1] = step("sliced", 1.26, 1.2)
+    held = {"mesh": "two stages", "repeat_mape": 0.01, "steps": steps}
+
+    page = page_of.page(result([record()], accuracy=[held]))
+
+    assert "| micropack | -10.0% (-10.0% to -10.0%) |" in page
+    assert "| sliced | +5.0% (+5.0% to +5.0%) |" in page
+    assert "| packed, as users run it | - |" in page
+    assert "| two stages, code, sliced | 1.4x | 1.2x |" in page
+
+
+def test_what_asymmetry_brings_is_said_in_words():
+    plans = {"everything": {"step_s": 1.0}, "asymmetry": {"step_s": 1.0}}
+    gained = {"everything": {"step_s": 1.0}, "asymmetry": {"step_s": 1.02}}
+    records = [{"setting": "full recomputation", "plans": each} for each in (plans, plans, gained)]
+
+    page = page_of.page(result([record()], ablation=records))
+
+    assert "full recomputation 1x (1 to 1.02), 1 of 3 cells faster by 0.5 % or more" in page
+
+
+def test_one_sentence_of_the_results_stands_between_marks_unless_others_were_not_tuned():
+    before = f"a {sections.MARKS[0]}old{sections.MARKS[1]} b"
+    wide, small = record(1.5), record(4.0, dp=2)
+
+    assert sections.told(before, result([wide, small])) == before
+    wide["methods"]["sliced"]["cp"] = 4
+    after = sections.told(before, result([wide, small]))
+
+    said = "1 steps on 16 ranks and more: 1.5x (1.5 to 1.5) over the best other method"
+    assert after.startswith(f"a {sections.MARKS[0]}simulated, {said}")
+    assert after.endswith(f"{sections.MARKS[1]} b")
+    for path in page_of.TOLD:
+        text = path.read_text(encoding="utf-8")
+        assert text.index(sections.MARKS[0]) < text.index(sections.MARKS[1])
+
+
+def test_exact_solving_is_tried_in_some_cells_of_one_setting():
+    assert len(EXACT_CELLS) == 6
+    assert set(ABLATION_CELLS) > EXACT_CELLS

@@ -26,7 +26,7 @@ def test_a_run_prints_every_method_and_what_to_do_next(plan):
     code, out, said = plan("lengths.npz", *JOB)
 
     assert (code, said) == (0, "")
-    for title in ("MicroPacks", "equal slices", "balanced packs", "packs, tuned", "packs as they come"):
+    for title in ("MicroPacks", "equal slices", "balanced packs", "tuned packs", "packs as they come"):
         assert title in out
     assert "llama-2-7b on 32 GPUs of h100 (dp 2 × pp 2 × tp 8): step 0, 24 documents" in out
     assert "truncated" in out

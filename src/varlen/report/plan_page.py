@@ -16,7 +16,6 @@ import numpy.typing as npt
 from varlen.report.page import caption_of, facts, numbers, page, paragraph, section, share, table
 from varlen.report.plan import (
     BYTES,
-    UNFAIR,
     MethodFigures,
     PlanComparison,
     baseline,
@@ -191,7 +190,6 @@ def plan_page(comparison: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
         _opening(comparison),
         section(
             "Methods",
-            *_unfair(comparison),
             _methods(comparison),
             paragraph(reading(comparison)) if planned else "",
         ),
@@ -227,9 +225,12 @@ def _opening(comparison: PlanComparison) -> str:
     )
     if best is None or best.timeline is None:
         return opening
+    tokens = comparison.tokens_per_s(best) / comparison.mesh.num_gpus
     return opening + numbers(
         (
             ("varlen", duration(best.step_s), f"a step, with {best.title}"),
+            ("", f"{tokens:,.0f}", "tokens a second and GPU"),
+            ("", share(comparison.mfu(best)), "MFU: the model's FLOPs over the GPUs' peak"),
             (
                 "",
                 ratio(comparison.bound_ratio(best)),
@@ -250,29 +251,28 @@ def _opening(comparison: PlanComparison) -> str:
     )
 
 
-def _unfair(comparison: PlanComparison) -> list[str]:
-    """Return the caveat of comparisons, if there are several methods."""
-    return (
-        [paragraph(UNFAIR, "warning")] if len(comparison.methods) > 1 and comparison.best is not None else []
-    )
-
-
 def _methods(comparison: PlanComparison) -> str:
     """Return a table with a row for each method, then the methods without a plan, and why."""
-    head = ("", "step", "over bound", "bubble", "exposed", "imbalance", "peak", "recompute", "planned in")
+    head = (
+        "",
+        "cp",
+        "step",
+        "over bound",
+        "bubble",
+        "exposed",
+        "imbalance",
+        "peak",
+        "recompute",
+        "planned in",
+    )
     rows = [
         ("varlen" if row is comparison.best else "", (row.title, *cells(comparison, row)))
         for row in comparison.methods
         if row.timeline is not None
     ]
     refused = refusals(comparison)
-    winners = [
-        (row.title, row.plan.answered_by) for row in comparison.methods if row.plan and row.plan.answered_by
-    ]
-    return (
-        (table(head, rows) if rows else "")
-        + (paragraph("Without a plan:") + facts(refused) if refused else "")
-        + (paragraph("The best candidate of each:") + facts(winners) if winners else "")
+    return (table(head, rows) if rows else "") + (
+        paragraph("Without a plan:") + facts(refused) if refused else ""
     )
 
 
@@ -362,7 +362,4 @@ def _facts(comparison: PlanComparison) -> list[tuple[str, str]]:
         rows.append(("MicroPacks of a rank", f"{few:,}" if few == most else f"{few:,} to {most:,}"))
         rows.append(("documents shared by ranks", f"{plan.num_merged:,}"))
         rows.append(("weight gradients apart", "yes" if plan.splits_backward else "no"))
-        rows.append(
-            ("tokens per second and GPU", f"{comparison.tokens_per_s(best) / comparison.mesh.num_gpus:,.0f}")
-        )
     return rows
