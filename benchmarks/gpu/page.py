@@ -217,9 +217,10 @@ def several(rows: Any) -> str:
         lines.append([row["part"], of, off, step, error])
     return (
         "## Several GPUs\n\n"
-        "One process a GPU over NCCL: gradients of a small model in float32 beside one GPU's, with documents that ranks "
-        "share where there are cp ranks; a pipeline whose second process is killed; steps of the model of 1.1 billion "
-        "parameters.\n\n" + table(["part", "mesh", "gradients off by", "step", "simulated step"], lines)
+        "One process a GPU over NCCL: gradients of a small model in float32 beside one GPU's, with documents that "
+        "ranks share where there are cp ranks; a pipeline whose second process is killed; steps of the model of 1.1 "
+        "billion parameters.\n\n"
+        + table(["part", "mesh", "gradients off by", "step", "simulated step"], lines)
     )
 
 

@@ -27,8 +27,8 @@ OTHERS = tuple(name for name in TITLES if name != "micropack")
 TUNED_OTHERS = tuple(name for name in OTHERS if name != "as_run")
 MORE_CHUNKS = (2, 3)
 """Chunks of layers a GPU, beside one, that every tuned method is planned with."""
-ATTENTION_SHARES = (0.5, 0.75)
-"""Shares of the published rates of attention, besides all of them."""
+ATTENTION_SHARES = (0.5, 0.75, 1.0)
+"""Shares of the published rates of attention, at which cells are planned besides the measured ones."""
 LARGE_MESH = 16
 """dp x pp from which a mesh counts as large."""
 TOLERANCE = 1.001

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.inputs import REAL_LENGTHS
 from benchmarks.plan.figures import ATTENTION_SHARES, MORE_CHUNKS
-from varlen.cost.hardware import Hardware
+from benchmarks.records import RESULTS
+from varlen.cost.hardware import Hardware, load_hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
 from varlen.step_plan import Mesh, Recompute
@@ -45,6 +46,8 @@ PER_GROUP = 1
 """Cells that are run of each set and mesh, out of 48."""
 CONTEXT = (1, 2, 4, 8, 16)
 """Numbers of ranks that share every document, of which each method is given the best."""
+MEASURED = RESULTS / "gpu" / "h100-llama-3-8b.json"
+"""Rates by `vl.calibrate`, of PyTorch's variable-length attention and of transformers' layers."""
 LEAST_ROWS = 2048
 """Of the unit that the bound fills pipelines with."""
 
@@ -67,12 +70,13 @@ class Cell:
     mode: str = "calibrated"
     recompute: Recompute = "none"
     memory_fraction: float = 0.92
-    heads_exponent: float = 0.0
     virtual_stages: int = 1
     exchange_overlap: float = 0.0
     """0 as measured of the engine; 1 hides the exchange of shared documents behind attention."""
+    rates: Literal["measured", "published"] = "measured"
+    """Of an H100: PyTorch's attention and transformers' layers, or FlashAttention 3 and a planning default."""
     attention_share: float = 1.0
-    """Of the published rates of attention, at which it runs."""
+    """Of the rates of attention, at which it runs."""
 
     @property
     def key(self) -> str:
@@ -106,11 +110,11 @@ class Cell:
 
     def cost(self) -> CostModel:
         """Return the cost model; positions have no end, since the shapes stand for models of long context."""
-        hardware = Hardware.named("h100")
+        hardware = _measured() if self.rates == "measured" else Hardware.named("h100")
         attention = [
             replace(table, tflops=self.attention_share * table.tflops) for table in hardware.attention
         ]
-        changed = {**_fields(hardware), "heads_exponent": self.heads_exponent, "attention": tuple(attention)}
+        changed = {**_fields(hardware), "attention": tuple(attention)}
         return CostModel(
             model=ModelShape(**{**_fields(ModelShape.named(self.model)), "max_positions": None}),
             hardware=Hardware(**changed),
@@ -139,6 +143,14 @@ class Cell:
         """Whether a data-parallel rank has tokens enough that filling a pipeline matters little."""
         tokens = self.drawn()[1]["tokens"]
         return tokens / self.dp >= 10 * (self.pp - 1) * LEAST_ROWS
+
+
+@functools.cache
+def _measured() -> Hardware:
+    """Return the H100 that was measured, eight in a node; attention needs rows times heads to reach its rates."""
+    return replace(
+        load_hardware(MEASURED), gpus_per_node=Hardware.named("h100").gpus_per_node, heads_exponent=1.0
+    )
 
 
 def grid(per_group: int = PER_GROUP) -> list[Cell]:
@@ -170,9 +182,13 @@ def hidden(cells: list[Cell]) -> list[Cell]:
     return [replace(cell, exchange_overlap=1.0) for cell in cells]
 
 
-def slower(cells: list[Cell]) -> list[Cell]:
-    """Return the cells with slower attention, which other kernels and cards have."""
-    return [replace(cell, attention_share=share) for cell in cells for share in ATTENTION_SHARES]
+def published(cells: list[Cell]) -> list[Cell]:
+    """Return the cells at published rates, and at shares of those of attention, which other kernels have."""
+    return [
+        replace(cell, rates="published", attention_share=share)
+        for cell in cells
+        for share in ATTENTION_SHARES
+    ]
 
 
 def drawn_from(cell: Cell, num_steps: int) -> Int32Array:

@@ -139,10 +139,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "FLOPs": {"mode": "flops"},
     "full recomputation": {"recompute": "full"},
     "tight memory": {"memory_fraction": 0.6},
-    "few heads": {"heads_exponent": 1.0},
+    "published rates": {"rates": "published"},
 }
-"""What is changed of a cell. "Few heads": attention needs as many query rows times heads as it was measured with, of
-which a GPU has 4 of 64 here; otherwise rows alone count."""
+"""What is changed of a cell."""
 _CELLS = [
     Cell(lengths=name, capacity=capacity, documents=512, model="llama-2-7b", dp=dp, pp=pp, tp=8, seed=1)
     for name, capacity, (dp, pp) in itertools.product(SETS, (131_072, 262_144), ((4, 4), (8, 8)))

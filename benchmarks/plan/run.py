@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.plan.accuracy import MESHES, of_methods
 from benchmarks.plan.delayed import DELAYED_CELLS, STEPS, delayed
 from benchmarks.plan.figures import FOLDER, note_run
-from benchmarks.plan.grid import Cell, equal_rates, grid, hidden, interleaved, slower
+from benchmarks.plan.grid import Cell, equal_rates, grid, hidden, interleaved, published
 from benchmarks.plan.methods import ABLATION_CELLS, METHODS, ablated, engine_speed, measured, planning_times
 from benchmarks.plan.methods import TIMED as TIMED_STEPS
 from benchmarks.plan.sharding import sharded
@@ -47,8 +47,10 @@ def _jobs(part: str, is_quick: bool) -> list[Job]:
         return _cells(cells, *(name for name in METHODS if name != "as_run"))
     if part == "ablation":
         return [(cell.key, ablated, (cell,)) for cell in ABLATION_CELLS[: 2 if is_quick else None]]
-    if part == "slower":
-        return _cells(slower(grid()[:1] if is_quick else grid()[::6]), *(n for n in METHODS if n != "as_run"))
+    if part == "published":
+        return _cells(
+            published(grid()[:1] if is_quick else grid()[::6]), *(n for n in METHODS if n != "as_run")
+        )
     if part == "delayed":
         steps = 4 if is_quick else STEPS
         return [(cell.key, delayed, (cell, steps)) for cell in DELAYED_CELLS[: 1 if is_quick else None]]
@@ -65,7 +67,7 @@ def _jobs(part: str, is_quick: bool) -> list[Job]:
 
 
 PARTS = (
-    "times", "engine", "accuracy", "equal_rates", "ablation", "grid", "hidden", "slower", "sharding", "delayed",
+    "times", "engine", "accuracy", "equal_rates", "ablation", "grid", "hidden", "published", "sharding", "delayed",
     "interleaved",
 )  # fmt: skip
 """What is timed comes first, one process at a time, before two run side by side."""
@@ -83,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     result |= {**stamp(), "total_cells": len(grid(48))}
     for name in asked.parts:
         processes = 1 if name in TIMED else asked.processes
-        if asked.only and name in ("grid", "hidden", "slower", "interleaved", "equal_rates"):
+        if asked.only and name in ("grid", "hidden", "published", "interleaved", "equal_rates"):
             _renew(name, tuple(asked.only), result, out, processes)
         elif not asked.only:
             _run(name, _jobs(name, asked.quick), result, out, processes)

@@ -13,7 +13,7 @@ from benchmarks.plan import figures as figures_of
 from benchmarks.plan import run as benchmark
 from benchmarks.plan import sections
 from benchmarks.plan import table as page_of
-from benchmarks.plan.grid import MESHES, SETS, Cell, equal_rates, grid, hidden, slower
+from benchmarks.plan.grid import MESHES, SETS, Cell, equal_rates, grid, hidden, published
 from benchmarks.plan.methods import ABLATION_CELLS, EXACT_CELLS, SETTINGS
 from benchmarks.plan.sharding import by_documents, by_sequences
 
@@ -90,7 +90,7 @@ def test_heads_are_divided_by_tensor_parallel_ranks_in_every_cell():
 
 
 def test_keys_tell_cells_apart():
-    cells = [*grid(48), *hidden(grid(48)), *slower(grid(48)), *equal_rates(), *ABLATION_CELLS]
+    cells = [*grid(48), *hidden(grid(48)), *published(grid(48)), *equal_rates(), *ABLATION_CELLS]
 
     assert len({cell.key for cell in cells}) == len(set(cells))
     assert {name for cell in ABLATION_CELLS for name in SETTINGS if name in ("FLOPs", "calibrated")}
@@ -293,17 +293,24 @@ def test_slower_attention_takes_its_share_longer_and_all_else_as_long():
     np.testing.assert_array_equal(whole.gemm.tflops, half.gemm.tflops)
 
 
+def test_cells_run_at_the_rates_of_the_h100_that_was_measured():
+    measured = PLAIN.cost().hardware
+    published = Cell(**{**vars(PLAIN), "rates": "published"}).cost().hardware
+
+    assert measured.source.startswith("measured on ")
+    assert measured.gpus_per_node == published.gpus_per_node == 8
+    assert 0.4 < measured.attention[0].tflops.max() / published.attention[0].tflops.max() < 0.6
+
+
 def test_shares_of_the_rates_are_compared_over_the_same_cells():
     fast, other = record(1.2), record(9.0, dp=8)
-    slow = record(1.3, attention_share=0.5)
-    fast["cell"]["attention_share"] = 1.0
-    slow["key"] = fast["key"] + "/attention_share=0.5"
+    slow = record(1.3, rates="published", attention_share=0.5)
 
-    page = page_of.page(result([fast, other], slower=[slow]))
+    page = page_of.page(result([fast, other], published=[slow]))
 
-    assert "| best other, 0.5 times the rates | 1 | 1.3 | 1.3 | 1.3 | 1.3 | 1.3 |" in page
-    assert "| best other, 1 times the rates | 1 | 1.2 | 1.2 | 1.2 | 1.2 | 1.2 |" in page
-    assert "## Slower attention" not in page_of.page(result([fast]))
+    assert "| best other, 0.5 of published | 1 | 1.3 | 1.3 | 1.3 | 1.3 | 1.3 |" in page
+    assert "| best other, measured | 1 | 1.2 | 1.2 | 1.2 | 1.2 | 1.2 |" in page
+    assert "## Published rates" not in page_of.page(result([fast]))
 
 
 def packs(counts: list[int], lengths: list[int]) -> MicroPacks:
