@@ -83,7 +83,7 @@ def exact(rank: int, device: torch.device, mesh: vl.Mesh) -> dict[str, Any]:
     off = [float((grad - wanted[name]).norm() / wanted[name].norm()) for name, grad in whole_ones.items()]
     return {
         "mesh": _axes(mesh),
-        "shared_documents": int((plan.num_ranks > 1).sum()),
+        "shared_documents": int((plan.num_ranks * mesh.cp > 1).sum()),
         "loss_off": abs(stats.loss - alone.loss) / alone.loss,
         "norm_off": abs(norm - known) / known,
         "gradients_off": max(off, default=0.0),

@@ -20,6 +20,7 @@ from benchmarks.running.processes import link_of, side_by_side, turns
 from benchmarks.running.steps import Step, raw_lengths, source_of
 from varlen.plan.search import Search
 from varlen.runtime.calibrate import quiet
+from varlen.runtime.chunk import AS_THEY_ARE, Event
 from varlen.runtime.clock import Clock
 from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.failures import Notes, WaitReporter
@@ -43,7 +44,10 @@ class Waiting:
 
     def __init__(self, seconds: dict[int, dict[SliceKey, float]], *, has_embedding: bool, width: int) -> None:
         self._seconds, self._width = seconds, width
-        self.has_embedding, self.layers = has_embedding, range(1)
+        self.has_embedding, self.layers, self.units = has_embedding, range(1), AS_THEY_ARE
+
+    def events(self, _: int) -> list[Event]:
+        return []
 
     def forward(self, key: SliceKey, _: torch.Tensor | None) -> torch.Tensor:
         return self._wait(FORWARD, key)
