@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from varlen.runtime.chunk import Event, Units
 from varlen.runtime.decoder import EMBEDDING, DecoderParts
 from varlen.runtime.main_grads import gradient, gradient_of, local, set_gradient, take_gradient, wide
 from varlen.runtime.mesh.process_groups import Group
-from varlen.runtime.mesh.shared_documents import ProcessPeers
+from varlen.runtime.mesh.shared_documents import ProcessPeers, ScatteredSum
 
 BUCKET_BYTES = 25 << 20  # bytes of gradients in one message: enough for the full rate of a link
 
@@ -33,10 +34,11 @@ def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool]
 class Reduction(Units):
     """Sums a stage's gradients over its replicas, from the head to the embedding, while the backward pass goes on.
 
-        last task of a chunk ──► gradients of a unit are whole ──► all of a bucket are ──► all-reduce begins
+        last task of a chunk ──► gradients of a unit are whole ──► all of a bucket are ──► its sum begins
         end of the step ──► the rest begins ──► all end
 
-    All replicas begin the buckets in one order. A replica without a gradient adds zeros.
+    Each replica gets the whole sums, or of parameters that replicas divide its rows' alone. All replicas begin the
+    buckets in one order. A replica without a gradient adds zeros.
     """
 
     def __init__(
@@ -44,18 +46,35 @@ class Reduction(Units):
         parameters: Mapping[str, Any],
         group: Group,
         parts: DecoderParts,
+        divided: Set[str] = frozenset(),
+        *,
         most_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._parameters, self._group = parameters, group
-        self._buckets = deque(buckets(list(parameters.values())[::-1], most_bytes))
+        self._parameters, self._group, self.divided = parameters, group, divided
+        self._peers = ProcessPeers(group)
+        self._buckets = deque(self._in_order(most_bytes))
         self._open = {id(parameter) for parameter in parameters.values()}  # with gradients that aren't whole
         self._has: set[int] = set()  # parameters with a gradient on this rank
         self._works: list[Any] = []
+        self._sums: deque[tuple[list[str], RowSums]] = deque()
+        self.rows: dict[str, torch.Tensor] = {}
+        """Once all is summed, this rank's rows of what replicas divide, as `begin_row_sums` gives them."""
         self._is_last = False
         numbers = range(EMBEDDING, parts.head_unit + 1)
         units = [{id(p) for module in parts.unit(n) for p in module.parameters()} for n in numbers]
         uses = Counter(itertools.chain(*units))
         self._own = {n: {p for p in unit if uses[p] == 1} for n, unit in zip(numbers, units)}
+
+    def _in_order(self, most_bytes: int) -> list[list[str]]:
+        """Return buckets of whole sums and of rows by names, in the order in which their last gradients come."""
+        names = list(self._parameters)[::-1]
+        name_of = {id(parameter): name for name, parameter in self._parameters.items()}
+        place = {name: n for n, name in enumerate(names)}
+        found = []
+        for is_divided in (False, True):
+            alike = [self._parameters[n] for n in names if (n in self.divided) == is_divided]
+            found += [[name_of[id(p)] for p in bucket] for bucket in buckets(alike, most_bytes)]
+        return sorted(found, key=lambda bucket: place[bucket[-1]])
 
     @contextmanager
     def task(self, events: Sequence[Event], *, is_last: bool) -> Iterator[None]:
@@ -69,35 +88,59 @@ class Reduction(Units):
     def reduce(self, unit: int) -> None:
         """As `Units.reduce`."""
         if self._is_last:
-            self._close(self._own[unit])
+            self._open -= self._own[unit]
+            while self._buckets and self._open.isdisjoint(id(self._parameters[n]) for n in self._buckets[0]):
+                self._begin_next()
+                while self._sums and self._sums[0][1].are_there:
+                    self._end_rows()
 
     def finish(self) -> None:
         """Sum what is left, and wait for all sums; what no replica has a gradient of has none afterwards."""
         if self._group.size == 1:
             return
-        self._close(set(self._open))
+        while self._buckets:
+            self._begin_next()
+            while len(self._sums) > 1:  # the last goes on
+                self._end_rows()
+        while self._sums:
+            self._end_rows()
         for work in self._works:
             work.wait()
         has = {name: id(parameter) in self._has for name, parameter in self._parameters.items()}
         known = set(known_to_any(self._parameters, has, self._group))
         for name, parameter in self._parameters.items():
             if name not in known:
+                self.rows.pop(name, None)
                 set_gradient(parameter, None)
 
-    def _close(self, parameters: Set[int]) -> None:
-        self._open -= parameters
-        while self._group.size > 1 and self._buckets and self._open.isdisjoint(map(id, self._buckets[0])):
-            self._begin(self._buckets.popleft())
+    def rows_of(self, name: str) -> torch.Tensor:
+        """Return this rank's rows of a gradient that replicas divide, zeros at first."""
+        if name not in self.rows:
+            like = self._parameters[name]
+            length = row_length(like.shape, self._group.size)
+            self.rows[name] = torch.zeros(length, dtype=wide(like.dtype), device=like.device)
+        return self.rows[name]
 
-    def _begin(self, bucket: Sequence[Any]) -> None:
+    def _begin_next(self) -> None:
+        if self._group.size == 1:
+            self._buckets.clear()
+            return
+        names = self._buckets.popleft()
+        bucket = [self._parameters[name] for name in names]
+        self._has |= {id(parameter) for parameter in bucket if gradient_of(parameter) is not None}
+        if names[0] in self.divided:
+            self._sums.append((names, begin_row_sums(bucket, self._peers)))
+            return
         held = []
         for parameter in bucket:
-            if gradient_of(parameter) is not None:
-                self._has.add(id(parameter))
             if not local(gradient(parameter)).is_contiguous():
                 set_gradient(parameter, gradient(parameter).contiguous())
             held.append(local(gradient(parameter)))
         self._works.append(self._group.begin_sum(held))
+
+    def _end_rows(self) -> None:
+        names, sums = self._sums.popleft()
+        self.rows.update(zip(names, sums.end()))
 
 
 def buckets(parameters: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
@@ -120,14 +163,30 @@ def row_length(shape: torch.Size, ranks: int) -> int:
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
-def begin_row_sums(parameters: Sequence[Any], peers: ProcessPeers) -> Callable[[], Sequence[torch.Tensor]]:
-    """Begin to sum gradients of one dtype over ranks, and remove them; all ranks call it at once.
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSums:
+    """Sums of gradients of which each rank gets its rows, under way."""
+
+    total: ScatteredSum
+    lengths: list[int]
+
+    @property
+    def are_there(self) -> bool:
+        """As `ScatteredSum.is_there`."""
+        return self.total.is_there
+
+    def end(self) -> Sequence[torch.Tensor]:
+        """Wait for the sums, and return this rank's rows of each parameter.
+
+        They are float32 or wider, `[row_length]`, with zeros where the last ranks lack some.
+        """
+        return torch.split(self.total.end(), self.lengths)
+
+
+def begin_row_sums(parameters: Sequence[Any], peers: ProcessPeers) -> RowSums:
+    """Begin to sum gradients of one dtype over ranks, and remove them; all ranks call it in one order.
 
     A parameter without a gradient counts as zeros.
-
-    Returns:
-        What waits for the sums, and returns this rank's rows of each parameter, float32 or wider, `[row_length]`,
-        with zeros where the last ranks lack some.
     """
     lengths = [row_length(parameter.shape, peers.size) for parameter in parameters]
     parts = _as_message(parameters[0], peers.size, lengths[0]) if len(parameters) == 1 else None
@@ -139,8 +198,7 @@ def begin_row_sums(parameters: Sequence[Any], peers: ProcessPeers) -> Callable[[
                 for own, rows in zip(into, torch.split(found.reshape(-1), into.shape[1])):
                     own[: len(rows)] = rows
             del found  # not alive beside the next one
-    end = peers.begin_reduce_scatter(parts)
-    return lambda: torch.split(end(), lengths)
+    return RowSums(peers.begin_reduce_scatter(parts), lengths)
 
 
 def _as_message(parameter: Any, ranks: int, length: int) -> torch.Tensor | None:
@@ -152,21 +210,29 @@ def _as_message(parameter: Any, ranks: int, length: int) -> torch.Tensor | None:
     return found.reshape(ranks, length)
 
 
-def sum_tied(weight: torch.Tensor, group: Group) -> None:
-    """Put the sum of both ends' gradients of a tied weight in place of each."""
-    if not weight.requires_grad:
-        return
-    held = local(gradient(weight))
+def sum_tied(weight: torch.Tensor, rows: torch.Tensor | None, group: Group) -> None:
+    """Put the sum of both ends' gradients of a tied weight in place of each.
+
+    Args:
+        rows: this rank's rows of the gradient, of which the other end's rank has the same; None where it is whole.
+    """
+    held = rows if rows is not None else local(gradient(weight))
     total = held.contiguous()
     group.sum(total)
     if total is not held:
         held.copy_(total)
 
 
-def sum_partial(parameters: Iterable[Any], group: Group) -> None:
-    """Sum gradients of which each tp rank has a part; all ranks have run the same tasks, so all have one or none."""
-    for parameter in parameters:
-        if (found := gradient_of(parameter)) is not None:
+def sum_partial(parameters: Mapping[str, Any], rows: Mapping[str, torch.Tensor], group: Group) -> None:
+    """Sum gradients of which each tp rank has a part; all ranks have run the same tasks, so all have one or none.
+
+    Args:
+        rows: of gradients that replicas divide, this rank's rows, which are those of the other tp ranks.
+    """
+    for name, parameter in parameters.items():
+        if name in rows:
+            group.sum(rows[name])
+        elif (found := gradient_of(parameter)) is not None:
             total = found.contiguous()
             group.sum(total)
             set_gradient(parameter, total)

@@ -159,11 +159,16 @@ class Group:
         """Begin to receive into a tensor; returns the work object."""
         return self._backend.recv([tensor], index, 0)
 
-    def close(self) -> None:
-        """Leave the group; on gloo other members notice at once, on NCCL this aborts this process's operations."""
-        backend, self._backend = self._backend, None
+    def abort(self) -> None:
+        """End what the device waits for; any thread may call it. Does nothing on the CPU."""
+        backend = self._backend
         if backend is not None and self.device.type == "cuda":
             backend.abort()
+
+    def close(self) -> None:
+        """Leave the group; on gloo other members notice at once, on NCCL this aborts this process's operations."""
+        self.abort()
+        self._backend = None
 
 
 def _backend(store: Any, group: Group, timeout_s: float) -> Any:
@@ -204,11 +209,19 @@ class Groups:
             self.shared[first, count] = self._open(f"shared {ranks[0]}-{ranks[-1]}", ranks)
         return self.shared[first, count]
 
+    def abort(self) -> None:
+        """As `Group.abort`, of all groups."""
+        for group in self._all():
+            group.abort()
+
     def close(self) -> None:
         """Leave all groups; the waiting operations of other processes fail."""
-        groups = [self.world, self.replicas, self.tensor, *self.channels.values(), *self.shared.values()]
-        for group in [*groups, *([self.ends] if self.ends is not None else [])]:
+        for group in self._all():
             group.close()
+
+    def _all(self) -> list[Group]:
+        groups = [self.world, self.replicas, self.tensor, *self.channels.values(), *self.shared.values()]
+        return [*groups, *([self.ends] if self.ends is not None else [])]
 
     def _open(self, name: str, ranks: Sequence[int]) -> Group:
         return Group(self.store, name, ranks, self.coordinate.rank, self.device, self.timeout_s, self.settle)
