@@ -21,14 +21,16 @@ from tests.support.sliced import Slice, one_gpu_plan, take_gradients, tiny
 from torch.distributed import HashStore
 
 import varlen as vl
+from varlen.cost.memory import num_communicators
 from varlen.errors import DeadlockError, ModelError, PlanError, SettingError
 from varlen.runtime.chunk import AS_THEY_ARE, ChunkStep, StepData
 from varlen.runtime.clock import Clock
+from varlen.runtime.mesh import process_groups
 from varlen.runtime.mesh.channels import Channel, Channels
 from varlen.runtime.mesh.consistency import batch_fingerprint
 from varlen.runtime.mesh.failures import Notes, PeerLostError, WaitReporter, naming_the_missing, wait_until
 from varlen.runtime.mesh.gradients import buckets, clip
-from varlen.runtime.mesh.process_groups import Group, MeshCoordinate, coordinate_of
+from varlen.runtime.mesh.process_groups import Group, MeshCoordinate, coordinate_of, open_groups
 from varlen.runtime.split import Elsewhere, cut_to_stage
 from varlen.runtime.stage_run import StageRunner
 from varlen.runtime.step import check_order
@@ -316,6 +318,46 @@ def test_a_device_that_waits_for_one_that_ended_is_given_up():
     notes_of(store, 2).leave("ValueError: seven")
     with pytest.raises(PeerLostError, match=r"from rank 2 any more: it has ended"):
         wait_until(lambda: False, notes_of(store, 0), 60)
+
+
+class Silent:
+    """A backend that notes nothing and does nothing."""
+
+    def allreduce(self, *_: Any) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+    send = recv = allreduce
+
+
+@given(*[st.integers(1, 3)] * 5)
+def test_a_mesh_opens_as_many_communicators_as_its_memory_counts(pp, dp, cp, tp, virtual_stages):
+    mesh = vl.Mesh(dp=dp, pp=pp, cp=cp, tp=tp, virtual_stages=virtual_stages if pp > 1 else 1)
+    counted = num_communicators(mesh)
+    for rank in range(mesh.num_gpus):
+        opened: list[tuple[tuple[int, ...], bool]] = []
+
+        def backend(_: Any, group: Group, __: float, *, is_channel: bool, into: Any = opened) -> Any:
+            into.append((group.ranks, is_channel))
+            return Silent()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process_groups, "_backend", backend)
+            coordinate = coordinate_of(mesh, rank)
+            groups = open_groups(coordinate, HashStore(), torch.device("cpu"), 1.0, lambda _: None)
+            collectives = [ranks for ranks, is_channel in opened if not is_channel]
+            assert len(collectives) == len(set(collectives)) == counted[0][coordinate.stage]
+            assert len(opened) - len(collectives) == counted[1][coordinate.stage]
+            groups.peers(0, dp * cp)  # documents that all replicas share need no more
+            assert len(opened) == sum(counted)[coordinate.stage]
+
+
+def test_communicators_of_large_meshes_leave_most_of_the_margin_to_the_allocator():
+    for axes in ({"dp": 8, "pp": 8, "tp": 8}, {"dp": 2, "pp": 4, "cp": 4, "tp": 4, "virtual_stages": 4}):
+        mesh = vl.Mesh(**axes)
+        margin = COST.hardware.memory_bytes - COST.limit_bytes
+        assert 1e9 < COST.communicator_bytes(mesh).max() < 0.7 * margin
+    assert COST.communicator_bytes(vl.Mesh()).tolist() == [0.0]
+    assert COST.communicator_bytes(vl.Mesh(dp=2)).tolist() == [688e6]
 
 
 class Line:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
 from varlen.attention.kernels import Kernels
 from varlen.cost.memory import Gathered, Saved
@@ -91,6 +92,7 @@ class MeshRank:
             grace_s=grace_s,
         )
         self._groups: Groups | None = None
+        self._devices: DeviceMesh | None = None
         self._wait_reporter = WaitReporter(
             self._notes, every_s=grace_s / 8, timeout_s=self._timeout_s, give_up=self._abort
         )
@@ -101,10 +103,8 @@ class MeshRank:
         """Whole parameters of which each tp rank has a part of the gradient."""
         fault, fingerprint = None, "0" * 64
         with self._ending():
-            device, devices = next(model.parameters()).device, None
-            if mesh.tp > 1:
-                with self._wait_reporter.waiting():
-                    devices = devices_of(mesh, device)["tp"]
+            device = next(model.parameters()).device
+            devices = self._devices_of(device)["tp"] if mesh.tp > 1 else None
             try:
                 check_division(model, devices)
                 admit(model, kernels)
@@ -171,9 +171,8 @@ class MeshRank:
             groups, mesh, replicas = self._open(), self.coordinate.mesh, self.coordinate.num_replicas
             if mesh.sharding != "optimizer" or replicas == 1:
                 return Masters(_trained(model), weights)
-            with self._wait_reporter.waiting():
-                devices = devices_of(mesh, groups.device)
-            return Masters(_trained(model), weights, groups.replicas, devices["replicas"])
+            devices = self._devices_of(groups.device)["replicas"]
+            return Masters(_trained(model), weights, groups.replicas, devices)
 
     def publish(self, masters: Masters) -> None:
         """Write masters into the model; all processes do so at once."""
@@ -204,6 +203,13 @@ class MeshRank:
         groups, self._groups = self._groups, None
         if groups is not None:
             groups.close()
+
+    def _devices_of(self, device: torch.device) -> DeviceMesh:
+        """Return the processes as PyTorch knows them; it makes groups of its own, so it is asked once."""
+        if self._devices is None:
+            with self._wait_reporter.waiting():
+                self._devices = devices_of(self.coordinate.mesh, device)
+        return self._devices
 
     def _abort(self) -> None:
         if (groups := self._groups) is not None:
