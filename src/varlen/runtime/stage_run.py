@@ -130,7 +130,8 @@ class StageRunner:
             step = self._chunks[chunk // self._pp]
             layers = step.layers
             self._left[code := self._codes[len(self._run)]] -= 1
-            with step.units.task(step.events(kind), is_last=not self._left[code]):
+            is_final = len(self._run) == len(self._codes) - 1
+            with step.units.task(step.events(kind), is_last=not self._left[code], is_final=is_final):
                 needed, expected = self.needs(), self.needs(1)
                 given = None if needed is None else self._transport.receive(*needed)
                 if expected is not None:

@@ -185,7 +185,7 @@ class Shards(Units):
                 hook.remove()
 
     @contextmanager
-    def task(self, events: Sequence[Event], *, is_last: bool) -> Iterator[None]:  # noqa: ARG002
+    def task(self, events: Sequence[Event], **_: bool) -> Iterator[None]:
         """As `Units.task`."""
         self._events = deque(events)
         yield
@@ -262,7 +262,7 @@ class Shards(Units):
 
     def _end_sums(self) -> None:
         for names, sums in self._reducing:
-            for name, rows in zip(names, sums.end()):
+            for name, rows in zip(names, sums()):
                 own = local(self._sharded[name].detach())
                 self._add(name, rows[: own.numel()].view(own.shape))
         self._reducing.clear()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +16,13 @@ from varlen.runtime.chunk import Event, Units
 from varlen.runtime.decoder import EMBEDDING, DecoderParts
 from varlen.runtime.main_grads import gradient, gradient_of, local, set_gradient, take_gradient, wide
 from varlen.runtime.mesh.process_groups import Group
-from varlen.runtime.mesh.shared_documents import ProcessPeers, ScatteredSum
+from varlen.runtime.mesh.shared_documents import ProcessPeers
 
 BUCKET_BYTES = 25 << 20  # bytes of gradients in one message: enough for the full rate of a link
+ALONE_BYTES = (
+    1 << 18
+)  # bytes from which a gradient that ranks divide is a message by itself, which needs no copy
+UNDER_WAY = 2  # sums of rows that go on while the next gradients are computed
 
 
 def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool], group: Group) -> list[str]:
@@ -59,7 +62,7 @@ class Reduction(Units):
         self._sums: deque[tuple[list[str], RowSums]] = deque()
         self.rows: dict[str, torch.Tensor] = {}
         """Once all is summed, this rank's rows of what replicas divide, as `begin_row_sums` gives them."""
-        self._is_last = False
+        self._is_last = self._is_final = False
         numbers = range(EMBEDDING, parts.head_unit + 1)
         units = [{id(p) for module in parts.unit(n) for p in module.parameters()} for n in numbers]
         uses = Counter(itertools.chain(*units))
@@ -70,16 +73,17 @@ class Reduction(Units):
         names = list(self._parameters)[::-1]
         name_of = {id(parameter): name for name, parameter in self._parameters.items()}
         place = {name: n for n, name in enumerate(names)}
-        found = []
-        for is_divided in (False, True):
-            alike = [self._parameters[n] for n in names if (n in self.divided) == is_divided]
+        alone = {name for name in self.divided if _message_bytes(self._parameters[name]) >= ALONE_BYTES}
+        found = [[name] for name in names if name in alone]
+        for kind in (self._parameters.keys() - self.divided, self.divided - alone):
+            alike = [self._parameters[name] for name in names if name in kind]
             found += [[name_of[id(p)] for p in bucket] for bucket in buckets(alike, most_bytes)]
         return sorted(found, key=lambda bucket: place[bucket[-1]])
 
     @contextmanager
-    def task(self, events: Sequence[Event], *, is_last: bool) -> Iterator[None]:
+    def task(self, events: Sequence[Event], *, is_last: bool, is_final: bool) -> Iterator[None]:
         """As `Units.task`; the last one begins to sum gradients of the units that it has passed."""
-        self._is_last = is_last
+        self._is_last, self._is_final = is_last, is_final
         yield
         for event, unit in events:
             if event == "reduce":
@@ -91,8 +95,8 @@ class Reduction(Units):
             self._open -= self._own[unit]
             while self._buckets and self._open.isdisjoint(id(self._parameters[n]) for n in self._buckets[0]):
                 self._begin_next()
-                while self._sums and self._sums[0][1].are_there:
-                    self._end_rows()
+                # Replicas that wait earlier, with tasks left that other stages wait for, could wait in a circle.
+                self._end_rows(UNDER_WAY if self._is_final else len(self._sums))
 
     def finish(self) -> None:
         """Sum what is left, and wait for all sums; what no replica has a gradient of has none afterwards."""
@@ -100,10 +104,8 @@ class Reduction(Units):
             return
         while self._buckets:
             self._begin_next()
-            while len(self._sums) > 1:  # the last goes on
-                self._end_rows()
-        while self._sums:
-            self._end_rows()
+            self._end_rows(UNDER_WAY)
+        self._end_rows(0)
         for work in self._works:
             work.wait()
         has = {name: id(parameter) in self._has for name, parameter in self._parameters.items()}
@@ -138,9 +140,11 @@ class Reduction(Units):
             held.append(local(gradient(parameter)))
         self._works.append(self._group.begin_sum(held))
 
-    def _end_rows(self) -> None:
-        names, sums = self._sums.popleft()
-        self.rows.update(zip(names, sums.end()))
+    def _end_rows(self, left: int) -> None:
+        """Wait for all sums of rows but the newest ones, whose gradients hold memory until then."""
+        while len(self._sums) > left:
+            names, sums = self._sums.popleft()
+            self.rows.update(zip(names, sums()))
 
 
 def buckets(parameters: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
@@ -148,7 +152,7 @@ def buckets(parameters: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
     held: list[Any] = []
     size = 0
     for one in parameters:
-        num_bytes = local(one).numel() * wide(one.dtype).itemsize
+        num_bytes = _message_bytes(one)
         if held and (one.dtype != held[0].dtype or size + num_bytes > most_bytes):
             yield held
             held, size = [], 0
@@ -158,29 +162,18 @@ def buckets(parameters: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
         yield held
 
 
+def _message_bytes(parameter: Any) -> int:
+    return int(local(parameter).numel() * wide(parameter.dtype).itemsize)
+
+
 def row_length(shape: torch.Size, ranks: int) -> int:
     """Return the entries of a rank's rows, as `Shard(0)` divides a parameter, with those that the last ranks lack."""
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowSums:
-    """Sums of gradients of which each rank gets its rows, under way."""
-
-    total: ScatteredSum
-    lengths: list[int]
-
-    @property
-    def are_there(self) -> bool:
-        """As `ScatteredSum.is_there`."""
-        return self.total.is_there
-
-    def end(self) -> Sequence[torch.Tensor]:
-        """Wait for the sums, and return this rank's rows of each parameter.
-
-        They are float32 or wider, `[row_length]`, with zeros where the last ranks lack some.
-        """
-        return torch.split(self.total.end(), self.lengths)
+RowSums = Callable[[], Sequence[torch.Tensor]]
+"""Waits for sums of which each rank gets its rows, and returns this rank's of each parameter: float32 or wider,
+`[row_length]`, with zeros where the last ranks lack some."""
 
 
 def begin_row_sums(parameters: Sequence[Any], peers: ProcessPeers) -> RowSums:
@@ -198,7 +191,8 @@ def begin_row_sums(parameters: Sequence[Any], peers: ProcessPeers) -> RowSums:
                 for own, rows in zip(into, torch.split(found.reshape(-1), into.shape[1])):
                     own[: len(rows)] = rows
             del found  # not alive beside the next one
-    return RowSums(peers.begin_reduce_scatter(parts), lengths)
+    end = peers.begin_reduce_scatter(parts)
+    return lambda: torch.split(end(), lengths)
 
 
 def _as_message(parameter: Any, ranks: int, length: int) -> torch.Tensor | None:

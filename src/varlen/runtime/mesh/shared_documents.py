@@ -306,17 +306,17 @@ class ProcessPeers:
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
         """As `Peers.reduce_scatter`; from the CPU, parts are overwritten."""
-        return self.begin_reduce_scatter(parts).end()
+        return self.begin_reduce_scatter(parts)()
 
-    def begin_reduce_scatter(self, parts: torch.Tensor) -> ScatteredSum:
-        """Begin `reduce_scatter`; on the CPU, all ranks end their sums in the order in which they began them."""
+    def begin_reduce_scatter(self, parts: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin `reduce_scatter`, and return what waits for the sum; ranks wait in the order in which they began."""
         parts = parts.contiguous()
         out = parts.new_empty(parts.shape[1:])
         if parts.is_cuda:
             works = [self._group.backend._reduce_scatter_base(out, parts.flatten(0, 1))]
         else:
             works = self._turn(1, parts, out) if self.size > 1 else []
-        return ScatteredSum(works, partial(self._end, works, parts, out))
+        return partial(self._end, works, parts, out)
 
     def _end(self, works: Sequence[Any], parts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Return a sum once it is there; until then its parts are kept alive."""
@@ -345,20 +345,6 @@ class ProcessPeers:
         """Begin a turn: a pair of ranks meets in one alone, so that sums under way don't mix."""
         after, before = (self.rank + turn) % self.size, (self.rank - turn) % self.size
         return [self._group.receive(into, before), self._group.send(parts[after], after)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScatteredSum:
-    """A sum over ranks that is under way."""
-
-    works: Sequence[Any]
-    end: Callable[[], torch.Tensor]
-    """Returns this rank's part of the sum once it is there."""
-
-    @property
-    def is_there(self) -> bool:
-        """Whether `end` wouldn't wait; gloo doesn't tell before it is waited for."""
-        return all(work.is_completed() for work in self.works)
 
 
 def peers_of(
