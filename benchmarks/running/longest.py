@@ -1,8 +1,8 @@
 """The longest document that trains in so many bytes: unsliced, in slices, and with what slices keep in host memory.
 
-By formula, for two real shapes on a card of 80 GB, and measured on small models of both kinds on a CPU, whose tensors
-are counted one by one. Unsliced stands for two peers: (a) no layer computed again, and (b) each layer computed again
-from its input; both compute the loss in chunks.
+By formula, for two real shapes on a card of 80 GB and its part of a host's memory, and measured on small models of
+both kinds on a CPU, whose tensors are counted one by one. Unsliced stands for two peers: (a) no layer computed again,
+and (b) each layer computed again from its input; both compute the loss in chunks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from varlen.runtime.clock import bytes_meter
 from varlen.step_plan import Mesh, Offload, Recompute
 
 CARD_BYTES: Final = 0.92 * 80e9
+HOST_BYTES: Final = 2e12 / 8 / 2
+"""Of a host of 2 TB with eight GPUs, as a DGX H100 has; half of each part, since PyTorch rounds pinned blocks up to
+powers of two."""
 MESH: Final = Mesh(dp=64, sharding="parameters")
 """So that states of 64 GPUs are divided: what is left of a card is for one GPU's document."""
 SLICE_TOKENS: Final = 4096
@@ -87,6 +90,7 @@ def run() -> dict[str, Any]:
     measured = {name: by_measure(sizes) for name, sizes in MODELS.items()}
     return {
         "card_bytes": CARD_BYTES,
+        "host_bytes": HOST_BYTES,
         "mesh": {"dp": MESH.dp, "sharding": MESH.sharding},
         "slice_tokens": SLICE_TOKENS,
         "formula": formula,
@@ -125,7 +129,7 @@ def host_bytes_of(shape: vl.ModelShape, way: Way, tokens: int) -> int:
 
 
 def tokens_of(shape: vl.ModelShape, way: Way, kernels: Kernels = "eager") -> int:
-    """The longest document of a shape on the card, by the cost model; slices are simulated.
+    """The longest document of a shape on the card and in host memory, by the cost model; slices are simulated.
 
     The unsliced model holds no gradients of keys and values between tasks; and where each layer is computed again,
     it holds their inputs, and keys and values of the layer that runs.
@@ -153,7 +157,8 @@ def tokens_of(shape: vl.ModelShape, way: Way, kernels: Kernels = "eager") -> int
         plan = one_gpu_plan(lengths, SLICE_TOKENS, recompute=way.recompute, offload=way.offload)
         return vl.simulate(plan, cost).peak_bytes - elsewhere
 
-    return bisect_right(range(1, MOST_TOKENS), left, key=peak)
+    most = int(HOST_BYTES / host_bytes_of(shape, way, 1)) if way.offload == "kv" else MOST_TOKENS - 1
+    return bisect_right(range(1, most + 1), left, key=peak)
 
 
 def cells_of(lengths: dict[str, int], **more: dict[str, Any]) -> list[dict[str, Any]]:

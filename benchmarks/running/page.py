@@ -146,6 +146,7 @@ def longest(result: dict[str, Any]) -> str:
         ]
         for name, cells in kinds
         for cell in cells
+        if cell["host_bytes"] <= found["host_bytes"]
     ]
     targets = ", ".join(
         f"{part}: {each['device_over_a']:.1f} ({verdict(each['device_met'])}) and {each['host_over_b']:.1f} "
@@ -157,8 +158,10 @@ def longest(result: dict[str, Any]) -> str:
     )
     return (
         "## The longest document\n\n"
-        f"By formula: {found['card_bytes'] / 1e9:.1f} GB of a card, states divided among {found['mesh']['dp']} of "
-        f"them, slices of {found['slice_tokens']:,} rows. Measured: all tensors of small models in bfloat16 "
+        f"By formula: {found['card_bytes'] / 1e9:.1f} GB of a card and {found['host_bytes'] / 1e9:.0f} GB of host "
+        "memory for each (2 TB for eight cards, half of it used, since PyTorch rounds pinned blocks up to powers of "
+        f"two), states divided among {found['mesh']['dp']} cards, slices of {found['slice_tokens']:,} rows. "
+        "Measured: all tensors of small models in bfloat16 "
         f"counted, slices of {found['small_slice_tokens']:,} rows, in as many bytes as (a) takes for its tokens, "
         f"{budgets}; the arithmetic of slices' attention is left out, and its tensors are not. What must hold with "
         "grouped heads (GQA): 8 times (a) on the device, 8 times (b) with keys and values in host memory; "

@@ -1,12 +1,15 @@
 """Facts about transformers' model families, by `config.model_type`: one row each, shared by all rooms.
 
-Everything else is read from a model's config, its modules and its source.
+Everything else is read from a model's config, its modules and its code, of which `names_in` gives the names.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from types import CodeType
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,3 +85,40 @@ FAMILIES: dict[str, Family] = {
     "zaya": RECURRENT,
 }
 UNKNOWN = Family()
+
+
+def names_in(module: Any, method: str | None = None) -> frozenset[str]:
+    """Return the globals and attributes to which the code of a module's class and its base classes refers.
+
+    Args:
+        method: the only one whose code is read; None for all code.
+    """
+    kind: Any = type(module)
+    return _names_in(kind, method)
+
+
+@lru_cache(maxsize=1024)
+def _names_in(kind: Any, method: str | None) -> frozenset[str]:
+    """Read code objects, as sources may be absent, and finding a class in a source parses the whole file."""
+    codes: list[CodeType] = []
+    for each in kind.__mro__:
+        module = each.__module__
+        if module not in ("transformers.modeling_utils", "builtins") and not module.startswith("torch."):
+            for name, attribute in vars(each).items():
+                codes += _codes_of(attribute) if method in (None, name) else []
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(names)
+
+
+def _codes_of(attribute: Any) -> list[CodeType]:
+    """Return the code objects of a class's attribute: of an unwrapped method, or of a property's functions."""
+    if isinstance(attribute, property):
+        accessors = (attribute.fget, attribute.fset, attribute.fdel)
+        return [code for each in accessors if each for code in _codes_of(each)]
+    function: Any = getattr(attribute, "__func__", attribute)
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    return [code] if isinstance(code, CodeType) else []

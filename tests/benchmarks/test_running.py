@@ -142,6 +142,7 @@ def test_the_longest_document_by_formula_is_what_the_simulator_lets_pass():
     shape = longest.SHAPES["GQA"]
     for way in longest.WAYS:
         tokens = longest.tokens_of(shape, way)
+        assert longest.host_bytes_of(shape, way, tokens) <= longest.HOST_BYTES  # else it couldn't run
         if way.kind == "whole" or way.saved == "stage":
             continue
         cost = vl.CostModel(
@@ -156,6 +157,37 @@ def test_the_longest_document_by_formula_is_what_the_simulator_lets_pass():
         peak = vl.simulate(plan, cost).peak_bytes + states
 
         assert peak == pytest.approx(longest.CARD_BYTES, rel=0.04)
+
+
+def test_a_document_that_the_card_could_hold_ends_where_host_memory_does():
+    shape, way = longest.SHAPES["GQA"], longest.WAYS[-1]
+    tokens = longest.tokens_of(shape, way)
+
+    assert longest.host_bytes_of(shape, way, tokens) <= longest.HOST_BYTES
+    assert longest.host_bytes_of(shape, way, tokens + 1) > longest.HOST_BYTES
+
+
+def test_the_page_has_no_row_that_could_not_run():
+    cells = [
+        {"name": name, "tokens": 7, "over_a": 1.0, "over_b": 1.0, "host_bytes": held}
+        for name, held in (("runs", 5e9), ("needs more than the host has", 2e12))
+    ]
+    found = {
+        "card_bytes": 7e10,
+        "host_bytes": 1e11,
+        "mesh": {"dp": 64},
+        "slice_tokens": 1,
+        "small_slice_tokens": 1,
+        "formula": {"GQA": {"shape": "named", "cells": cells}},
+        "measured": {},
+        "targets": {},
+    }
+    part = {"longest": {"versions": {"commit": "c", "torch": "t"}, "load": [0, 0]}}
+
+    said = page.longest({"longest": found, "parts": part, "date": "today"})
+
+    assert "runs" in said
+    assert "needs more" not in said
 
 
 def test_bytes_do_not_depend_on_whether_attention_is_computed():

@@ -77,6 +77,9 @@ class QueueTransport:
         self.rows[kind, micropack, chunk] = rows.shape[1]
         self._of(kind, micropack, chunk).put(rows)
 
+    def expect(self, kind: int, micropack: int, chunk: int) -> None:
+        """Queues take rows whenever they come."""
+
     def receive(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
         return self._of(kind, micropack, chunk).get(timeout=PATIENCE_S)
 

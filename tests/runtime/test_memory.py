@@ -639,7 +639,7 @@ def measured(model: Any, plan: StepPlan, saved: Saved = "layers") -> FloatArray:
                 }
             coordinate = SimpleNamespace(mesh=mesh, stage=stage, dp_rank=rank, replica=rank)
             here: Any = SimpleNamespace(coordinate=coordinate, channels=ends)
-            wait_reporter: Any = SimpleNamespace(waiting=nullcontext)
+            wait_reporter: Any = SimpleNamespace(waiting=nullcontext, check=lambda: None)
             like = torch.empty(mine.config.hidden_size, dtype=mine.dtype)
             transport = Channels(here, plan, like, wait_reporter, shared)
             clock, its_chunks = Clock(tokens.device), chunks[stage :: mesh.pp]

@@ -430,6 +430,48 @@ def reused_bytes(model: ModelShape) -> float:
     return 4 * model.hidden + 2 * model.active_ffn
 
 
+# NCCL's communicators, which the margin beside `limit_bytes` holds.
+
+CHANNEL_CTAS: Final = 8
+"""Thread blocks, and so parts of buffers, that a message between stages may use; NCCL's own limit is 32."""
+_COLLECTIVE_BYTES: Final = 688e6
+"""Of a communicator after an all-reduce, measured by `nvidia-smi` on A100s with NVLink: 688 MB, and 544 of two GPUs
+(github.com/NVIDIA/nccl/issues/964). They are proportional to NCCL's channels, and don't grow with GPUs beyond two
+nodes (github.com/NVIDIA/nccl/issues/864)."""
+_CTA_BYTES: Final = 10485760 + 2097152
+"""Of each thread block's buffers for one peer, from NCCL's log of allocations on H100s
+(github.com/NVIDIA/nccl/issues/1685)."""
+
+
+def num_communicators(mesh: Mesh) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the communicators of a GPU of each stage: of collectives, and of messages, each int64 `[pp]`.
+
+    Collectives of the same ranks share one: of all, of the replicas, of the tp ranks, and of the first and last stage
+    of a pipeline. Each boundary of chunks has one in each direction. Not among them are those of others: PyTorch's
+    own, FSDP2's, transformers' for tp; nor those of ranks that share documents by a plan.
+    """
+    pp, replicas, stages = mesh.pp, mesh.dp * mesh.cp, np.arange(mesh.pp)
+    is_line = sum(n > 1 for n in (pp, replicas, mesh.tp)) == 1  # all GPUs are of one axis
+    collectives = np.full(pp, int(mesh.num_gpus > 1), np.int64)
+    if not is_line:
+        collectives += int(replicas > 1) + int(mesh.tp > 1)
+    if pp > 2 or (pp == 2 and not is_line):
+        collectives += (stages == 0) | (stages == pp - 1)
+    chunks = np.arange(1, mesh.num_chunks)
+    messages = np.array([2 * int(((chunks % pp == s) | ((chunks - 1) % pp == s)).sum()) for s in stages])
+    return collectives, messages * int(pp > 1)
+
+
+def communicator_bytes(mesh: Mesh) -> FloatArray:
+    """Return the bytes of NCCL's buffers on a GPU of each stage, float64 `[pp]`, by measurements of others.
+
+    They are no part of peaks, which are of tensors, but of what `memory_fraction` leaves. With gloo there are none.
+    """
+    collectives, messages = num_communicators(mesh)
+    found: FloatArray = collectives * _COLLECTIVE_BYTES + messages * float(CHANNEL_CTAS * _CTA_BYTES)
+    return found
+
+
 # The peaks of a task, as bytes per count of its MicroPack.
 #
 # The head's logits are freed before the first layer runs backward. Gradients of keys and values are allocated in each

@@ -23,6 +23,7 @@ from varlen.cost.memory import (
     Saved,
     States,
     chunk_parameters,
+    communicator_bytes,
     kv_shards,
     layers_again,
     memory_of,
@@ -188,6 +189,16 @@ class CostModel:
             saved=self.saved,
             splits_backward=splits_backward,
         )
+
+    def communicator_bytes(self, mesh: Mesh) -> FloatArray:
+        """Return the bytes of NCCL's buffers on a GPU of each stage, float64 `[pp]`, estimated for A100s and H100s.
+
+        Peaks don't contain them, since those are of tensors: they are a part of what `memory_fraction` leaves.
+
+        Args:
+            mesh: the GPUs.
+        """
+        return communicator_bytes(mesh)
 
     def send_s(self, mesh: Mesh) -> tuple[float, float]:
         """Return latency and seconds per row of a stage boundary, the same in both passes.

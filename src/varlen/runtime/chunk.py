@@ -50,11 +50,18 @@ Event = tuple[Literal["gather", "release", "reduce"], int]  # a call of `Units`
 class Units:
     """What is done with a unit's parameters around its work; here nothing. See `DecoderParts.unit` for its number."""
 
-    def task(self, events: Sequence[Event], *, is_last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def task(
+        self,
+        events: Sequence[Event],  # noqa: ARG002
+        *,
+        is_last: bool,  # noqa: ARG002
+        is_final: bool,  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
         """Return the context of a task that makes these calls in this order; without rows it makes none.
 
         Args:
             is_last: whether no later task of the same kind runs these layers.
+            is_final: whether it is the stage's last task.
         """
         return nullcontext()
 

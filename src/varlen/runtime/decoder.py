@@ -10,8 +10,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +22,7 @@ from varlen.attention.rules import MASKLESS_KINDS, SINGLE_TOKENS, rotary_setting
 from varlen.cost.memory import LOGIT_ROWS
 from varlen.counts import many
 from varlen.errors import ModelError
-from varlen.model_families import FAMILIES, UNKNOWN
+from varlen.model_families import FAMILIES, UNKNOWN, names_in
 from varlen.runtime.attention import register
 from varlen.runtime.casting import uncast, ungraphed
 from varlen.runtime.kv_cache import Slices
@@ -577,7 +575,8 @@ def _parts_of(name: str, model: Any, kernels: Kernels) -> DecoderParts:
         )
     _check_rest(name, decoder, (embedding, *layers, norm, rotary))
     layers = layers[: config.num_hidden_layers]
-    around, after = _names_of(decoder), _names_of(decoder) | _names_of(model)
+    around = names_in(decoder, "forward")
+    after = around | names_in(model, "forward")
     told = {
         field: value
         for field in ("embedding_multiplier", "logit_scale", "logits_scaling", "final_logit_softcapping")
@@ -602,7 +601,9 @@ def _parts_of(name: str, model: Any, kernels: Kernels) -> DecoderParts:
             float(told.get("logit_scale", 1.0)) / float(told.get("logits_scaling", 1.0)),
             told.get("final_logit_softcapping"),
         ),
-        counts_tokens=any("get_seq_length" in _names_of(m) for layer in layers for m in layer.modules()),
+        counts_tokens=any(
+            "get_seq_length" in names_in(m, "forward") for layer in layers for m in layer.modules()
+        ),
     )
 
 
@@ -620,28 +621,6 @@ def _check_rest(name: str, decoder: Any, parts: Sequence[Any]) -> None:
             f"{rest[0]} of this {name} model ({many(len(rest), 'such parameter', 'such parameters')}) belongs to "
             "neither its embedding nor a layer nor the norm after them, and slices run these alone; train it unsliced"
         )
-
-
-def _names_of(module: Any) -> frozenset[str]:
-    kind: Any = type(module)
-    return _names_in(kind)
-
-
-@lru_cache(maxsize=1024)
-def _names_in(kind: Any) -> frozenset[str]:
-    """Return the names to which the forward of a class refers, and those of its base classes that it may call."""
-    codes = [
-        code
-        for each in kind.__mro__
-        if (code := getattr(inspect.unwrap(vars(each).get("forward", None) or len), "__code__", None))
-        is not None
-    ]
-    names: set[str] = set()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(names)
 
 
 def check_settings(name: str, model: Any) -> None:

@@ -100,9 +100,10 @@ def _add(parameter: Any) -> None:
     parameter.grad = None
 
 
-def unscale(parameters: Iterable[Any], scale: float) -> None:
-    """Divide what gradients add up in by a power of two."""
+def unscale(parameters: Iterable[Any], scale: float, rows: Iterable[torch.Tensor] = ()) -> None:
+    """Divide what gradients add up in, and rows of sums of some, by a power of two."""
     found = [local(total) for parameter in parameters if (total := gradient_of(parameter)) is not None]
+    found += rows
     if scale != 1 and found:
         torch._foreach_mul_(found, 1 / scale)
 

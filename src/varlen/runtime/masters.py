@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.runtime.main_grads import gradient_of, is_narrow, local, set_gradient, wide
-from varlen.runtime.mesh.gradients import BUCKET_BYTES, begin_row_sums, buckets, known_to_any, row_length
+from varlen.runtime.mesh.gradients import BUCKET_BYTES, buckets, row_length
 from varlen.runtime.mesh.process_groups import Group
 from varlen.runtime.mesh.shared_documents import ProcessPeers
 
@@ -106,23 +106,20 @@ class Masters:
                 "those of engine.master_parameters(); call model.zero_grad()"
             )
 
-    def collect(self) -> None:
-        """Move the step's gradients to the masters; those of divided ones are summed by all replicas at once."""
+    def collect(self, rows: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Move the step's gradients to the masters.
+
+        Args:
+            rows: of masters that replicas divide, this rank's rows of gradients, by name, `[row_length]`.
+        """
         for pair in self._pairs:
-            if pair.master is pair.parameter or pair.length:
-                continue
-            self._give(pair, gradient_of(pair.parameter))
-        if self._replicas is None:
-            return
-        divided = {pair.name: pair for pair in self._pairs if pair.length}
-        has = {name: gradient_of(pair.parameter) is not None for name, pair in divided.items()}
-        found = known_to_any({name: pair.parameter for name, pair in divided.items()}, has, self._replicas)
-        for bucket in _buckets([divided[name] for name in found]):
-            sums = begin_row_sums([pair.parameter for pair in bucket], ProcessPeers(self._replicas))()
-            for pair, own in zip(bucket, sums):
-                held = local(pair.master)
-                rows = own[: held.numel()].view_as(held).clone()
-                self._give(pair, _of_rows(rows, pair.parameter, self._mesh))
+            if pair.length:
+                if (own := (rows or {}).get(pair.name)) is not None:
+                    held = local(pair.master)
+                    mine = own[: held.numel()].view_as(held).clone()
+                    self._give(pair, _of_rows(mine, pair.parameter, self._mesh))
+            elif pair.master is not pair.parameter:
+                self._give(pair, gradient_of(pair.parameter))
 
     def publish(self) -> None:
         """Write the masters into the model; with replicas, all ranks call it at once."""

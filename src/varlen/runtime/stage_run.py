@@ -32,6 +32,9 @@ class Transport(Protocol):
             rows: `[1, rows, hidden]`: what layers made, or its gradient.
         """
 
+    def expect(self, kind: int, micropack: int, chunk: int) -> None:
+        """Begin to receive the rows of a MicroPack, which the next task takes."""
+
     def receive(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
         """Return the rows of a MicroPack, `[1, rows, hidden]`, once they have arrived."""
 
@@ -90,14 +93,23 @@ class StageRunner:
     @property
     def next_task(self) -> tuple[int, int, int] | None:
         """Kind, chunk of all and MicroPack of the task that comes next; None where all are done."""
-        if len(self._run) == len(self._codes):
-            return None
-        code = self._codes[len(self._run)]
-        return code % KINDS, code // KINDS * self._pp + self._stage, int(self._done[code])
+        return self._task(len(self._run))
 
-    def needs(self) -> tuple[int, int, int] | None:
-        """Return the message that the next task waits for: kind, MicroPack, chunk; None where it waits for none."""
-        task = self.next_task
+    def _task(self, number: int) -> tuple[int, int, int] | None:
+        """Return the task that comes next, or the one after it; None where there is none."""
+        if number >= len(self._codes):
+            return None
+        code = self._codes[number]
+        done = int(self._done[code]) + self._codes[len(self._run) : number].count(code)
+        return code % KINDS, code // KINDS * self._pp + self._stage, done
+
+    def needs(self, ahead: int = 0) -> tuple[int, int, int] | None:
+        """Return the message that a task waits for: kind, MicroPack, chunk; None where it waits for none.
+
+        Args:
+            ahead: 0 for the next task, 1 for the one after it.
+        """
+        task = self._task(len(self._run) + ahead)
         if task is None:
             return None
         kind, chunk, micropack = task
@@ -118,9 +130,14 @@ class StageRunner:
             step = self._chunks[chunk // self._pp]
             layers = step.layers
             self._left[code := self._codes[len(self._run)]] -= 1
-            with step.units.task(step.events(kind), is_last=not self._left[code]):
+            is_final = len(self._run) == len(self._codes) - 1
+            with step.units.task(step.events(kind), is_last=not self._left[code], is_final=is_final):
+                needed, expected = self.needs(), self.needs(1)
+                given = None if needed is None else self._transport.receive(*needed)
+                if expected is not None:
+                    self._transport.expect(*expected)
                 if key:
-                    self._compute(kind, chunk, micropack, key)
+                    self._compute(kind, chunk, micropack, key, given)
         except Exception as error:
             where = f"MicroPack {micropack}, layers {layers.start}-{layers.stop - 1}"
             error.add_note(f"in stage {self._stage} of pipeline {self._rank}, {PASSES[kind]}, {where}")
@@ -152,13 +169,13 @@ class StageRunner:
         before = self._run[-1][3] if self._run else self._live_at_first
         return max([self._meter.peak, *(peak for *_, peak in self._run)]) - before
 
-    def _compute(self, kind: int, chunk: int, micropack: int, key: SliceKey) -> None:
+    def _compute(
+        self, kind: int, chunk: int, micropack: int, key: SliceKey, given: torch.Tensor | None
+    ) -> None:
         step = self._chunks[chunk // self._pp]
         if kind == WEIGHT:
             step.weight(key)
             return
-        needed = self.needs()
-        given = None if needed is None else self._transport.receive(*needed)
         if kind == FORWARD:
             rows = step.forward(key, given)
             if chunk < self._last:

@@ -5,7 +5,9 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,17 +21,23 @@ from tests.support.sliced import Slice, one_gpu_plan, take_gradients, tiny
 from torch.distributed import HashStore
 
 import varlen as vl
+from varlen.cost.memory import num_communicators
 from varlen.errors import DeadlockError, ModelError, PlanError, SettingError
-from varlen.runtime.chunk import StepData
+from varlen.runtime.chunk import AS_THEY_ARE, ChunkStep, StepData
+from varlen.runtime.clock import Clock
+from varlen.runtime.mesh import process_groups
+from varlen.runtime.mesh.channels import Channel, Channels
 from varlen.runtime.mesh.consistency import batch_fingerprint
 from varlen.runtime.mesh.failures import Notes, PeerLostError, WaitReporter, naming_the_missing, wait_until
 from varlen.runtime.mesh.gradients import buckets, clip
-from varlen.runtime.mesh.process_groups import MeshCoordinate, coordinate_of
+from varlen.runtime.mesh.process_groups import Group, MeshCoordinate, coordinate_of, open_groups
 from varlen.runtime.split import Elsewhere, cut_to_stage
+from varlen.runtime.stage_run import StageRunner
 from varlen.runtime.step import check_order
 from varlen.step_plan import BACKWARD, FORWARD
 
 GRACE_S = 0.2
+COST = vl.CostModel(model=vl.ModelShape.named("llama-2-7b"), hardware=vl.Hardware.named("h100"))
 
 
 @pytest.mark.parametrize("what", ["input_ids", "labels", "weights"])
@@ -310,6 +318,170 @@ def test_a_device_that_waits_for_one_that_ended_is_given_up():
     notes_of(store, 2).leave("ValueError: seven")
     with pytest.raises(PeerLostError, match=r"from rank 2 any more: it has ended"):
         wait_until(lambda: False, notes_of(store, 0), 60)
+
+
+class Silent:
+    """A backend that notes nothing and does nothing."""
+
+    def allreduce(self, *_: Any) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+    send = recv = allreduce
+
+
+@given(*[st.integers(1, 3)] * 5)
+def test_a_mesh_opens_as_many_communicators_as_its_memory_counts(pp, dp, cp, tp, virtual_stages):
+    mesh = vl.Mesh(dp=dp, pp=pp, cp=cp, tp=tp, virtual_stages=virtual_stages if pp > 1 else 1)
+    counted = num_communicators(mesh)
+    for rank in range(mesh.num_gpus):
+        opened: list[tuple[tuple[int, ...], bool]] = []
+
+        def backend(_: Any, group: Group, __: float, *, is_channel: bool, into: Any = opened) -> Any:
+            into.append((group.ranks, is_channel))
+            return Silent()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process_groups, "_backend", backend)
+            coordinate = coordinate_of(mesh, rank)
+            groups = open_groups(coordinate, HashStore(), torch.device("cpu"), 1.0, lambda _: None)
+            collectives = [ranks for ranks, is_channel in opened if not is_channel]
+            assert len(collectives) == len(set(collectives)) == counted[0][coordinate.stage]
+            assert len(opened) - len(collectives) == counted[1][coordinate.stage]
+            groups.peers(0, dp * cp)  # documents that all replicas share need no more
+            assert len(opened) == sum(counted)[coordinate.stage]
+
+
+def test_communicators_of_large_meshes_leave_most_of_the_margin_to_the_allocator():
+    for axes in ({"dp": 8, "pp": 8, "tp": 8}, {"dp": 2, "pp": 4, "cp": 4, "tp": 4, "virtual_stages": 4}):
+        mesh = vl.Mesh(**axes)
+        margin = COST.hardware.memory_bytes - COST.limit_bytes
+        assert 1e9 < COST.communicator_bytes(mesh).max() < 0.7 * margin
+    assert COST.communicator_bytes(vl.Mesh()).tolist() == [0.0]
+    assert COST.communicator_bytes(vl.Mesh(dp=2)).tolist() == [688e6]
+
+
+class Line:
+    """A group of two ranks; notes when receives begin and end, which wait for nothing."""
+
+    index, ranks = 0, (0, 5)
+
+    def __init__(self, noted: list[Any], name: Any) -> None:
+        self._noted, self._name = noted, name
+
+    def send(self, *_: Any) -> Any:
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+    def receive(self, *_: Any) -> Any:
+        self._noted.append(("begins", self._name))
+        return SimpleNamespace(wait=lambda: self._noted.append(("ends", self._name)))
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on CUDA."""
+
+    is_cuda = True
+
+
+class NotedTasks(ChunkStep):
+    """Notes when a task runs."""
+
+    def __init__(self, noted: list[Any], *, is_first: bool) -> None:
+        self.layers, self.units, self._noted, self._is_first = range(1), AS_THEY_ARE, noted, is_first
+
+    def events(self, _: int) -> list[Any]:
+        return []
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        self._noted.append("task")
+        return torch.empty(0)
+
+    def backward(self, *_: Any, **__: Any) -> torch.Tensor | None:
+        rows = self.forward()
+        return None if self._is_first else rows
+
+    weight = forward
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_receive_begins_one_task_before_the_one_that_takes_it(stage, virtual_stages):
+    mesh = vl.Mesh(pp=2, virtual_stages=virtual_stages)
+    plan, noted = vl.plan_step([64] * 12, cost=COST, mesh=mesh, method="packed", capacity=64), []
+    lines = {
+        (kind, receiver): Line(noted, (kind, receiver))
+        for kind, first in ((FORWARD, 1), (BACKWARD, 0))
+        for receiver in range(first, first + mesh.num_chunks - 1)
+    }
+    groups: Any = SimpleNamespace(coordinate=MeshCoordinate(mesh=mesh, rank=stage), channels=lines)
+    wait_reporter = WaitReporter(Notes(store=None, rank=0, world_size=1))
+    channels = Channels(groups, plan, torch.empty(8), wait_reporter)
+    assert not noted  # none is due
+    firsts = [chunk + stage == 0 for chunk in range(virtual_stages)]
+    steps = [NotedTasks(noted, is_first=is_first) for is_first in firsts]
+    runner = StageRunner(plan, 0, stage, steps, channels, clock=Clock(torch.device("cpu")))
+    while runner.next_task:
+        runner.run_next()
+
+    begun: dict[Any, int] = {}
+    for number, one in enumerate(noted):
+        if one == "task":
+            continue
+        what, name = one
+        if what == "begins":
+            assert not begun  # one at a time
+            begun[name] = number
+        else:
+            assert noted[begun.pop(name) : number].count("task") <= 1
+    assert sum(one[0] == "ends" for one in noted) == 12 * (2 * virtual_stages - 1)
+    assert noted[0] == ("task" if stage == 0 else ("begins", (FORWARD, 1)))
+
+
+def test_a_message_that_the_device_waits_for_is_given_up_in_time_though_the_host_went_on():
+    given_up = threading.Event()
+    wait_reporter = WaitReporter(notes_of(HashStore(), 0), every_s=0.01, timeout_s=0.3, give_up=given_up.set)
+    done = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+    never = SimpleNamespace(wait=lambda: None, is_completed=lambda: False)  # as NCCL's: the host goes on
+    works = iter([done, never])
+    group: Any = SimpleNamespace(index=0, ranks=(0, 5), receive=lambda *_: next(works))
+    like: Any = torch.empty(8).as_subclass(OnDevice)
+    channel = Channel(group, like, [3, 3, 3], wait_reporter)
+    channel.make_room()
+    begun = time.monotonic()
+
+    channel.receive(0)
+    channel.receive(1)
+
+    assert time.monotonic() - begun < 0.3
+    assert given_up.wait(5)  # ends what the host waits for, as where CUDA's queue of launches is full
+    assert 0.3 <= time.monotonic() - begun < 3
+    with pytest.raises(PeerLostError, match=r"from rank 5 any more: the device has waited for 0\.3 s"):
+        channel.receive(2)
+    wait_reporter.close()
+
+
+def test_a_process_that_waits_for_a_message_takes_no_processor_time():
+    store, cpu = HashStore(), torch.device("cpu")
+
+    def join(rank: int) -> Group:
+        return Group(store, "pair", [0, 1], rank, cpu, 30.0, lambda _: None)
+
+    with ThreadPoolExecutor(1) as other:
+        joining = other.submit(join, 1)
+        groups = [join(0), joining.result()]
+        wait_reporter = WaitReporter(notes_of(store, 0))
+        channels = [Channel(group, torch.empty(8), [4, 4], wait_reporter) for group in groups]
+        channels[1].make_room()
+        channels[1].expect(0)
+        waiting = other.submit(channels[1].receive, 0)
+        before = time.process_time()
+        time.sleep(0.5)
+        taken = time.process_time() - before
+        channels[0].send(0, torch.ones(1, 4, 8))
+        assert waiting.result(10).sum() == 32
+        channels[0].finish()
+    wait_reporter.close()
+
+    assert taken < 0.1
 
 
 def test_an_error_that_names_nobody_stays_what_it_was():

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import CodeType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -36,7 +35,7 @@ from varlen.adapters.hf.model import (
 )
 from varlen.attention.rules import MASKED_LAYERS, SINGLE_TOKENS
 from varlen.errors import ModelError, described
-from varlen.model_families import FAMILIES, UNKNOWN
+from varlen.model_families import FAMILIES, UNKNOWN, names_in
 from varlen.parsed import parse_python
 
 CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")  # not called without an encoder
@@ -178,7 +177,7 @@ def _bidirectional_reason(decoder: Any) -> str | None:
         if name.rpartition(".")[2] not in CROSS_ATTENTION and getattr(module, "is_causal", True) is False:
             where = f"in {name}" if name else "by its is_causal"
             return f"attends in both directions ({where}), and varlen packs for causal models"
-    names = _names_of(decoder)
+    names = names_in(decoder)
     if not any(name.startswith("create_bidirectional") for name in names):
         return None
     if not names.intersection(_CAUSAL_MASKS):
@@ -193,7 +192,7 @@ def _unproven_causality(decoder: Any) -> tuple[str | None, str | None]:
     from transformers.models.auto import modeling_auto as auto
 
     name = getattr(getattr(decoder, "config", None), "model_type", "")
-    known = _names_of(decoder).intersection((*_CAUSAL_MASKS, "create_masks_for_generate"))
+    known = names_in(decoder).intersection((*_CAUSAL_MASKS, "create_masks_for_generate"))
     if known or name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None, None
     if name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
@@ -205,41 +204,6 @@ def _unproven_causality(decoder: Any) -> tuple[str | None, str | None]:
     return None, (
         "makes no causal masks and isn't among transformers' causal models, so it may mix documents"
     )
-
-
-def _names_of(module: Any) -> frozenset[str]:
-    kind: Any = type(module)
-    return _names_in(kind)
-
-
-@lru_cache(maxsize=1024)
-def _names_in(kind: Any) -> frozenset[str]:
-    """Return the globals and attributes to which the code of a class and its base classes refers.
-
-    Reads code objects, as sources may be absent, and finding a class in a source parses the whole file.
-    """
-    codes: list[CodeType] = []
-    for each in kind.__mro__:
-        module = each.__module__
-        if module not in ("transformers.modeling_utils", "builtins") and not module.startswith("torch."):
-            for attribute in vars(each).values():
-                codes += _codes_of(attribute)
-    names: set[str] = set()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(names)
-
-
-def _codes_of(attribute: Any) -> list[CodeType]:
-    """Return the code objects of a class's attribute: of an unwrapped method, or of a property's functions."""
-    if isinstance(attribute, property):
-        accessors = (attribute.fget, attribute.fset, attribute.fdel)
-        return [code for each in accessors if each for code in _codes_of(each)]
-    function: Any = getattr(attribute, "__func__", attribute)
-    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-    return [code] if isinstance(code, CodeType) else []
 
 
 def _modules(decoder: Any, *, has_boundaries: bool) -> tuple[str | None, str | None]:

@@ -1,8 +1,8 @@
 """`Channels`: messages between the chunks of layers of different processes, one channel per pair and direction.
 
 A channel carries its pass's MicroPacks in plan order, and those without rows send nothing: the plan determines both
-ends. So messages need no names, an order of tasks deadlocks only if the plan does, and each channel receives its next
-message while its receiver computes.
+ends. So messages need no names, and an order of tasks deadlocks only if the plan does. The message of the next task
+is received while this task computes. No other receive begins, as NCCL's spin on the GPU until their message comes.
 """
 
 from __future__ import annotations
@@ -36,25 +36,32 @@ class Channel:
         self._rows = rows
         self._coming = deque((n, count) for n, count in enumerate(rows) if count)
         self._going = deque(n for n, _ in self._coming)
-        self._received: tuple[torch.Tensor, Any] | None = None
+        self._into: torch.Tensor | None = None  # for the next message
+        self._receiving: Any = None
         self._sent: deque[tuple[torch.Tensor, Any]] = deque()
 
-    def expect(self) -> None:
-        """Begin to receive the next message, if one is left."""
-        if self._coming:
-            rows = self._like.new_empty(1, self._coming[0][1], len(self._like))
-            self._received = (rows, self._guarded(self._group.receive, rows, self._other))
+    def make_room(self) -> None:
+        """Allocate the next message, if one is left."""
+        self._into = self._like.new_empty(1, self._coming[0][1], len(self._like)) if self._coming else None
+
+    def expect(self, micropack: int) -> None:
+        """Begin to receive the rows of the next MicroPack, unless that has begun."""
+        if self._rows[micropack] and self._receiving is None:
+            assert self._coming[0][0] == micropack
+            self._receiving = self._guarded(self._group.receive, self._into, self._other)
 
     def receive(self, micropack: int) -> torch.Tensor:
-        """Return the rows of a MicroPack, `[1, rows, hidden]`, once they have arrived; begin to receive the next."""
+        """Return the rows of a MicroPack, `[1, rows, hidden]`, once they have arrived."""
         if not self._rows[micropack]:
             return self._like.new_empty(1, 0, len(self._like))
-        assert self._received is not None
-        assert self._coming.popleft()[0] == micropack
-        rows = self._received[0]
-        self._guarded(self._received[1].wait)
-        self._received = None
-        self.expect()
+        self.expect(micropack)
+        self._guarded(self._receiving.wait)
+        if self._like.is_cuda:  # there the device waits, and the host goes on
+            self._wait_reporter.watch(self._group.ranks[self._other], self._receiving)
+        self._coming.popleft()
+        rows, self._receiving = self._into, None
+        assert rows is not None
+        self.make_room()
         return rows
 
     def send(self, micropack: int, rows: torch.Tensor) -> None:
@@ -79,11 +86,12 @@ class Channel:
 
     def drop(self) -> None:
         """Forget what is under way, which holds the connection open."""
-        self._received = None
+        self._into = self._receiving = None
         self._sent.clear()
 
     def _guarded(self, work: Any, *arguments: Any) -> Any:
         """Call something of the connection; a failure names the other rank."""
+        self._wait_reporter.check()
         try:
             with self._wait_reporter.waiting(self._group.ranks[self._other]):
                 return work(*arguments)
@@ -104,7 +112,7 @@ class Channels:
         *,
         is_forward_only: bool = False,
     ) -> None:
-        """Begin to receive the first message of each channel that brings some.
+        """Allocate the first message of each channel that brings some.
 
         Args:
             like: `[hidden]`: of the dtype and on the device of what layers send to each other.
@@ -121,11 +129,15 @@ class Channels:
         }
         for (_, receiver), channel in self._of.items():
             if receiver % pp == coordinate.stage:
-                channel.expect()
+                channel.make_room()
 
     def send(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
         """Send rows, as `Transport.send`."""
         self._of[kind, chunk].send(micropack, rows)
+
+    def expect(self, kind: int, micropack: int, chunk: int) -> None:
+        """Begin to receive rows, as `Transport.expect`."""
+        self._of[kind, chunk].expect(micropack)
 
     def receive(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
         """Return rows, as `Transport.receive`."""

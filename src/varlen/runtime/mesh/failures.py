@@ -7,8 +7,10 @@ for long repeatedly notes that too, by a thread; the one that is waited for and 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -95,15 +97,44 @@ class Notes:
 
 
 class WaitReporter:
-    """Reports to the job's store which rank this process waits for, if for more than a moment."""
+    """Reports to the job's store which rank this process waits for, if for more than a moment.
 
-    def __init__(self, notes: Notes, *, every_s: float = 0.25) -> None:
+    On CUDA the device waits for messages, and the host goes on until CUDA's queue of launches is full, where nothing
+    in Python ends its wait. So this thread looks at these messages, and gives up what has not come in time.
+    """
+
+    def __init__(
+        self,
+        notes: Notes,
+        *,
+        every_s: float = 0.25,
+        timeout_s: float = math.inf,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            timeout_s: how long the device may wait for a message.
+            give_up: ends the waits of the device, and so those of the host for it; called in the thread.
+        """
         self._notes, self._every_s = notes, every_s
+        self._timeout_s, self._give_up = timeout_s, give_up
         self._wait: tuple[int, object] | None = None
+        self._watched: deque[tuple[int, Any, float]] = deque()
+        self._lost: int | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._report, name="varlen wait reporter", daemon=True)
         if notes.world_size > 1:
             self._thread.start()
+
+    def watch(self, rank: int, work: Any) -> None:
+        """Give up unless the work of a message from a rank is completed in time."""
+        self._watched.append((rank, work, time.monotonic() + self._timeout_s))
+
+    def check(self) -> None:
+        """Raise the error of a message that has not come in time."""
+        if self._lost is not None:
+            raise PeerLostError(self._lost, f"the device has waited for {self._timeout_s:,.1f} s")
 
     @contextmanager
     def waiting(self, rank: int | None = None) -> Iterator[None]:
@@ -130,6 +161,14 @@ class WaitReporter:
                 self._notes.note_awaited(None)
                 noted = 0
             seen = wait
+            self._look_at_messages()
+
+    def _look_at_messages(self) -> None:
+        while self._watched and self._watched[0][1].is_completed():
+            self._watched.popleft()
+        if self._lost is None and self._watched and time.monotonic() > self._watched[0][2]:
+            self._lost = self._watched[0][0]
+            self._give_up()
 
 
 @contextmanager

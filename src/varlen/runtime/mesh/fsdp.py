@@ -34,7 +34,14 @@ from varlen.runtime.main_grads import (
     take_gradient,
     wide,
 )
-from varlen.runtime.mesh.gradients import BUCKET_BYTES, begin_row_sums, buckets, known_to_any, scattered
+from varlen.runtime.mesh.gradients import (
+    BUCKET_BYTES,
+    RowSums,
+    begin_row_sums,
+    buckets,
+    known_to_any,
+    scattered,
+)
 from varlen.runtime.mesh.process_groups import Group
 from varlen.runtime.mesh.shared_documents import ProcessPeers
 
@@ -140,8 +147,8 @@ class Shards(Units):
         self._used: list[int] = []
         self._coming: dict[int, Any] = {}
         """Modules that are being gathered, by id."""
-        self._reducing: list[tuple[list[str], Callable[[], Sequence[torch.Tensor]]]] = []
-        """Parameters whose gradients are being summed, and what waits for the sums."""
+        self._reducing: list[tuple[list[str], RowSums]] = []
+        """Parameters whose gradients are being summed, and the sums."""
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -178,7 +185,7 @@ class Shards(Units):
                 hook.remove()
 
     @contextmanager
-    def task(self, events: Sequence[Event], *, is_last: bool) -> Iterator[None]:  # noqa: ARG002
+    def task(self, events: Sequence[Event], **_: bool) -> Iterator[None]:
         """As `Units.task`."""
         self._events = deque(events)
         yield

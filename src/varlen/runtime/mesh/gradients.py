@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,10 @@ from varlen.runtime.mesh.process_groups import Group
 from varlen.runtime.mesh.shared_documents import ProcessPeers
 
 BUCKET_BYTES = 25 << 20  # bytes of gradients in one message: enough for the full rate of a link
+ALONE_BYTES = (
+    1 << 18
+)  # bytes from which a gradient that ranks divide is a message by itself, which needs no copy
+UNDER_WAY = 2  # sums of rows that go on while the next gradients are computed
 
 
 def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool], group: Group) -> list[str]:
@@ -33,10 +37,11 @@ def known_to_any(parameters: Mapping[str, torch.Tensor], has: Mapping[str, bool]
 class Reduction(Units):
     """Sums a stage's gradients over its replicas, from the head to the embedding, while the backward pass goes on.
 
-        last task of a chunk ──► gradients of a unit are whole ──► all of a bucket are ──► all-reduce begins
+        last task of a chunk ──► gradients of a unit are whole ──► all of a bucket are ──► its sum begins
         end of the step ──► the rest begins ──► all end
 
-    All replicas begin the buckets in one order. A replica without a gradient adds zeros.
+    Each replica gets the whole sums, or of parameters that replicas divide its rows' alone. All replicas begin the
+    buckets in one order. A replica without a gradient adds zeros.
     """
 
     def __init__(
@@ -44,23 +49,41 @@ class Reduction(Units):
         parameters: Mapping[str, Any],
         group: Group,
         parts: DecoderParts,
+        divided: Set[str] = frozenset(),
+        *,
         most_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._parameters, self._group = parameters, group
-        self._buckets = deque(buckets(list(parameters.values())[::-1], most_bytes))
+        self._parameters, self._group, self.divided = parameters, group, divided
+        self._peers = ProcessPeers(group)
+        self._buckets = deque(self._in_order(most_bytes))
         self._open = {id(parameter) for parameter in parameters.values()}  # with gradients that aren't whole
         self._has: set[int] = set()  # parameters with a gradient on this rank
         self._works: list[Any] = []
-        self._is_last = False
+        self._sums: deque[tuple[list[str], RowSums]] = deque()
+        self.rows: dict[str, torch.Tensor] = {}
+        """Once all is summed, this rank's rows of what replicas divide, as `begin_row_sums` gives them."""
+        self._is_last = self._is_final = False
         numbers = range(EMBEDDING, parts.head_unit + 1)
         units = [{id(p) for module in parts.unit(n) for p in module.parameters()} for n in numbers]
         uses = Counter(itertools.chain(*units))
         self._own = {n: {p for p in unit if uses[p] == 1} for n, unit in zip(numbers, units)}
 
+    def _in_order(self, most_bytes: int) -> list[list[str]]:
+        """Return buckets of whole sums and of rows by names, in the order in which their last gradients come."""
+        names = list(self._parameters)[::-1]
+        name_of = {id(parameter): name for name, parameter in self._parameters.items()}
+        place = {name: n for n, name in enumerate(names)}
+        alone = {name for name in self.divided if _message_bytes(self._parameters[name]) >= ALONE_BYTES}
+        found = [[name] for name in names if name in alone]
+        for kind in (self._parameters.keys() - self.divided, self.divided - alone):
+            alike = [self._parameters[name] for name in names if name in kind]
+            found += [[name_of[id(p)] for p in bucket] for bucket in buckets(alike, most_bytes)]
+        return sorted(found, key=lambda bucket: place[bucket[-1]])
+
     @contextmanager
-    def task(self, events: Sequence[Event], *, is_last: bool) -> Iterator[None]:
+    def task(self, events: Sequence[Event], *, is_last: bool, is_final: bool) -> Iterator[None]:
         """As `Units.task`; the last one begins to sum gradients of the units that it has passed."""
-        self._is_last = is_last
+        self._is_last, self._is_final = is_last, is_final
         yield
         for event, unit in events:
             if event == "reduce":
@@ -69,35 +92,59 @@ class Reduction(Units):
     def reduce(self, unit: int) -> None:
         """As `Units.reduce`."""
         if self._is_last:
-            self._close(self._own[unit])
+            self._open -= self._own[unit]
+            while self._buckets and self._open.isdisjoint(id(self._parameters[n]) for n in self._buckets[0]):
+                self._begin_next()
+                # Replicas that wait earlier, with tasks left that other stages wait for, could wait in a circle.
+                self._end_rows(UNDER_WAY if self._is_final else len(self._sums))
 
     def finish(self) -> None:
         """Sum what is left, and wait for all sums; what no replica has a gradient of has none afterwards."""
         if self._group.size == 1:
             return
-        self._close(set(self._open))
+        while self._buckets:
+            self._begin_next()
+            self._end_rows(UNDER_WAY)
+        self._end_rows(0)
         for work in self._works:
             work.wait()
         has = {name: id(parameter) in self._has for name, parameter in self._parameters.items()}
         known = set(known_to_any(self._parameters, has, self._group))
         for name, parameter in self._parameters.items():
             if name not in known:
+                self.rows.pop(name, None)
                 set_gradient(parameter, None)
 
-    def _close(self, parameters: Set[int]) -> None:
-        self._open -= parameters
-        while self._group.size > 1 and self._buckets and self._open.isdisjoint(map(id, self._buckets[0])):
-            self._begin(self._buckets.popleft())
+    def rows_of(self, name: str) -> torch.Tensor:
+        """Return this rank's rows of a gradient that replicas divide, zeros at first."""
+        if name not in self.rows:
+            like = self._parameters[name]
+            length = row_length(like.shape, self._group.size)
+            self.rows[name] = torch.zeros(length, dtype=wide(like.dtype), device=like.device)
+        return self.rows[name]
 
-    def _begin(self, bucket: Sequence[Any]) -> None:
+    def _begin_next(self) -> None:
+        if self._group.size == 1:
+            self._buckets.clear()
+            return
+        names = self._buckets.popleft()
+        bucket = [self._parameters[name] for name in names]
+        self._has |= {id(parameter) for parameter in bucket if gradient_of(parameter) is not None}
+        if names[0] in self.divided:
+            self._sums.append((names, begin_row_sums(bucket, self._peers)))
+            return
         held = []
         for parameter in bucket:
-            if gradient_of(parameter) is not None:
-                self._has.add(id(parameter))
             if not local(gradient(parameter)).is_contiguous():
                 set_gradient(parameter, gradient(parameter).contiguous())
             held.append(local(gradient(parameter)))
         self._works.append(self._group.begin_sum(held))
+
+    def _end_rows(self, left: int) -> None:
+        """Wait for all sums of rows but the newest ones, whose gradients hold memory until then."""
+        while len(self._sums) > left:
+            names, sums = self._sums.popleft()
+            self.rows.update(zip(names, sums()))
 
 
 def buckets(parameters: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
@@ -105,7 +152,7 @@ def buckets(parameters: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
     held: list[Any] = []
     size = 0
     for one in parameters:
-        num_bytes = local(one).numel() * wide(one.dtype).itemsize
+        num_bytes = _message_bytes(one)
         if held and (one.dtype != held[0].dtype or size + num_bytes > most_bytes):
             yield held
             held, size = [], 0
@@ -115,19 +162,24 @@ def buckets(parameters: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
         yield held
 
 
+def _message_bytes(parameter: Any) -> int:
+    return int(local(parameter).numel() * wide(parameter.dtype).itemsize)
+
+
 def row_length(shape: torch.Size, ranks: int) -> int:
     """Return the entries of a rank's rows, as `Shard(0)` divides a parameter, with those that the last ranks lack."""
     return -(-shape[0] // ranks) * math.prod(shape[1:])
 
 
-def begin_row_sums(parameters: Sequence[Any], peers: ProcessPeers) -> Callable[[], Sequence[torch.Tensor]]:
-    """Begin to sum gradients of one dtype over ranks, and remove them; all ranks call it at once.
+RowSums = Callable[[], Sequence[torch.Tensor]]
+"""Waits for sums of which each rank gets its rows, and returns this rank's of each parameter: float32 or wider,
+`[row_length]`, with zeros where the last ranks lack some."""
+
+
+def begin_row_sums(parameters: Sequence[Any], peers: ProcessPeers) -> RowSums:
+    """Begin to sum gradients of one dtype over ranks, and remove them; all ranks call it in one order.
 
     A parameter without a gradient counts as zeros.
-
-    Returns:
-        What waits for the sums, and returns this rank's rows of each parameter, float32 or wider, `[row_length]`,
-        with zeros where the last ranks lack some.
     """
     lengths = [row_length(parameter.shape, peers.size) for parameter in parameters]
     parts = _as_message(parameters[0], peers.size, lengths[0]) if len(parameters) == 1 else None
@@ -152,21 +204,29 @@ def _as_message(parameter: Any, ranks: int, length: int) -> torch.Tensor | None:
     return found.reshape(ranks, length)
 
 
-def sum_tied(weight: torch.Tensor, group: Group) -> None:
-    """Put the sum of both ends' gradients of a tied weight in place of each."""
-    if not weight.requires_grad:
-        return
-    held = local(gradient(weight))
+def sum_tied(weight: torch.Tensor, rows: torch.Tensor | None, group: Group) -> None:
+    """Put the sum of both ends' gradients of a tied weight in place of each.
+
+    Args:
+        rows: this rank's rows of the gradient, of which the other end's rank has the same; None where it is whole.
+    """
+    held = rows if rows is not None else local(gradient(weight))
     total = held.contiguous()
     group.sum(total)
     if total is not held:
         held.copy_(total)
 
 
-def sum_partial(parameters: Iterable[Any], group: Group) -> None:
-    """Sum gradients of which each tp rank has a part; all ranks have run the same tasks, so all have one or none."""
-    for parameter in parameters:
-        if (found := gradient_of(parameter)) is not None:
+def sum_partial(parameters: Mapping[str, Any], rows: Mapping[str, torch.Tensor], group: Group) -> None:
+    """Sum gradients of which each tp rank has a part; all ranks have run the same tasks, so all have one or none.
+
+    Args:
+        rows: of gradients that replicas divide, this rank's rows, which are those of the other tp ranks.
+    """
+    for name, parameter in parameters.items():
+        if name in rows:
+            group.sum(rows[name])
+        elif (found := gradient_of(parameter)) is not None:
             total = found.contiguous()
             group.sum(total)
             set_gradient(parameter, total)

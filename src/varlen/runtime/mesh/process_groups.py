@@ -3,6 +3,10 @@
 Groups are created here under unique names in the job's store, instead of by `dist.new_group`, which names a group by
 its ranks, so that a second group of the same ranks reads the first one's addresses; and if NCCL splits communicators,
 all ranks must take part in the creation of a group of two.
+
+Each is an NCCL communicator, whose buffers `varlen.cost.memory.num_communicators` counts. So collectives of the same
+ranks have one group. A channel has its own: NCCL runs the messages of a communicator in the order in which each end
+begins them, and a plan may take those of two chunks in another order than they are made in.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from varlen.cost.memory import CHANNEL_CTAS
 from varlen.errors import SettingError
 from varlen.step_plan import BACKWARD, FORWARD, Mesh
 
@@ -101,6 +106,8 @@ class Group:
         device: torch.device,
         timeout_s: float,
         settle: Callable[[torch.device], None],
+        *,
+        is_channel: bool = False,
     ):
         """Join the group; waits until all members have joined."""
         self._settle = settle
@@ -110,7 +117,7 @@ class Group:
         self.device = device
         self._backend: Any = None
         if len(self.ranks) > 1:
-            self._backend = _backend(PrefixStore(f"{name}/", store), self, timeout_s)
+            self._backend = _backend(PrefixStore(f"{name}/", store), self, timeout_s, is_channel=is_channel)
 
     @property
     def size(self) -> int:
@@ -159,20 +166,27 @@ class Group:
         """Begin to receive into a tensor; returns the work object."""
         return self._backend.recv([tensor], index, 0)
 
-    def close(self) -> None:
-        """Leave the group; on gloo other members notice at once, on NCCL this aborts this process's operations."""
-        backend, self._backend = self._backend, None
+    def abort(self) -> None:
+        """End what the device waits for; any thread may call it. Does nothing on the CPU."""
+        backend = self._backend
         if backend is not None and self.device.type == "cuda":
             backend.abort()
 
+    def close(self) -> None:
+        """Leave the group; on gloo other members notice at once, on NCCL this aborts this process's operations."""
+        self.abort()
+        self._backend = None
 
-def _backend(store: Any, group: Group, timeout_s: float) -> Any:
+
+def _backend(store: Any, group: Group, timeout_s: float, *, is_channel: bool) -> Any:
     """Create the backend of a group, without registering the group with torch.distributed."""
     timeout = timedelta(seconds=timeout_s)
     if group.device.type != "cuda":
         return dist.ProcessGroupGloo(store, group.index, group.size, timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 2 * timeout  # members time out before NCCL's watchdog, which ends the process
+    if is_channel:
+        options.config.max_ctas = CHANNEL_CTAS
     return dist.ProcessGroupNCCL(store, group.index, group.size, options)
 
 
@@ -201,14 +215,26 @@ class Groups:
         """
         if (first, count) not in self.shared:
             ranks = [self.coordinate.at(replica=replica) for replica in range(first, first + count)]
-            self.shared[first, count] = self._open(f"shared {ranks[0]}-{ranks[-1]}", ranks)
+            known = {group.ranks: group for group in self._all()}
+            self.shared[first, count] = known.get(tuple(ranks)) or self._open(
+                f"shared {ranks[0]}-{ranks[-1]}", ranks
+            )
         return self.shared[first, count]
+
+    def abort(self) -> None:
+        """As `Group.abort`, of all groups."""
+        for group in self._all():
+            group.abort()
 
     def close(self) -> None:
         """Leave all groups; the waiting operations of other processes fail."""
-        groups = [self.world, self.replicas, self.tensor, *self.channels.values(), *self.shared.values()]
-        for group in [*groups, *([self.ends] if self.ends is not None else [])]:
+        for group in self._all():
             group.close()
+
+    def _all(self) -> list[Group]:
+        """Return all groups; those of collectives come last."""
+        ends = [] if self.ends is None else [self.ends]
+        return [*self.channels.values(), self.world, self.replicas, self.tensor, *ends, *self.shared.values()]
 
     def _open(self, name: str, ranks: Sequence[int]) -> Group:
         return Group(self.store, name, ranks, self.coordinate.rank, self.device, self.timeout_s, self.settle)
@@ -233,27 +259,34 @@ def open_groups(
     pipeline = [coordinate.at(stage=stage) for stage in range(mesh.pp)]
     ends = (pipeline[0], pipeline[-1])
     has_ends = mesh.pp > 1 and rank in ends
+    opened: dict[tuple[int, ...], Group] = {}
+
+    def of(name: str, ranks: Sequence[int]) -> Group:
+        """Return the group of collectives of these ranks."""
+        if (key := tuple(ranks)) not in opened:
+            opened[key] = Group(store, name, ranks, *given)
+        return opened[key]
+
     groups = Groups(
         coordinate=coordinate,
         store=store,
         device=device,
         timeout_s=timeout_s,
         settle=settle,
-        world=Group(store, "world", range(mesh.num_gpus), *given),
-        replicas=Group(store, f"replicas {replicas[0]}", replicas, *given),
-        tensor=Group(store, f"tensor {tensor[0]}", tensor, *given),
-        ends=Group(store, f"ends {ends[0]}", ends, *given) if has_ends else None,
+        world=of("world", range(mesh.num_gpus)),
+        replicas=of(f"replicas {replicas[0]}", replicas),
+        tensor=of(f"tensor {tensor[0]}", tensor),
+        ends=of(f"ends {ends[0]}", ends) if has_ends else None,
     )
     for chunk in range(1, mesh.num_chunks):
         pair = (pipeline[(chunk - 1) % mesh.pp], pipeline[chunk % mesh.pp])
         if rank in pair:
             for kind, receiver in ((FORWARD, chunk), (BACKWARD, chunk - 1)):
                 name = f"channel {kind} {receiver} {pipeline[0]}"
-                groups.channels[kind, receiver] = Group(store, name, sorted(pair), *given)
+                groups.channels[kind, receiver] = Group(store, name, sorted(pair), *given, is_channel=True)
     first = torch.zeros(1, device=device)
-    for group in (groups.replicas, groups.tensor, groups.ends, groups.world):
-        if group is not None:
-            group.sum(first)
+    for group in opened.values():
+        group.sum(first)
     for (_, receiver), group in groups.channels.items():
         is_receiver = receiver % mesh.pp == coordinate.stage
         (group.receive if is_receiver else group.send)(first, 1 - group.index).wait()

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
 from varlen.attention.kernels import Kernels
 from varlen.cost.memory import Gathered, Saved
@@ -90,19 +91,20 @@ class MeshRank:
             name_of=self.coordinate.name_of,
             grace_s=grace_s,
         )
-        self._wait_reporter = WaitReporter(self._notes, every_s=grace_s / 8)
+        self._groups: Groups | None = None
+        self._devices: DeviceMesh | None = None
+        self._wait_reporter = WaitReporter(
+            self._notes, every_s=grace_s / 8, timeout_s=self._timeout_s, give_up=self._abort
+        )
         self._gathered: Gathered = gathered
         self._kernels: Kernels = kernels
         self._dtype: torch.dtype | None = None
-        self._groups: Groups | None = None
         self._partial: list[str] = []
         """Whole parameters of which each tp rank has a part of the gradient."""
         fault, fingerprint = None, "0" * 64
         with self._ending():
-            device, devices = next(model.parameters()).device, None
-            if mesh.tp > 1:
-                with self._wait_reporter.waiting():
-                    devices = devices_of(mesh, device)["tp"]
+            device = next(model.parameters()).device
+            devices = self._devices_of(device)["tp"] if mesh.tp > 1 else None
             try:
                 check_division(model, devices)
                 admit(model, kernels)
@@ -169,9 +171,8 @@ class MeshRank:
             groups, mesh, replicas = self._open(), self.coordinate.mesh, self.coordinate.num_replicas
             if mesh.sharding != "optimizer" or replicas == 1:
                 return Masters(_trained(model), weights)
-            with self._wait_reporter.waiting():
-                devices = devices_of(mesh, groups.device)
-            return Masters(_trained(model), weights, groups.replicas, devices["replicas"])
+            devices = self._devices_of(groups.device)["replicas"]
+            return Masters(_trained(model), weights, groups.replicas, devices)
 
     def publish(self, masters: Masters) -> None:
         """Write masters into the model; all processes do so at once."""
@@ -202,6 +203,17 @@ class MeshRank:
         groups, self._groups = self._groups, None
         if groups is not None:
             groups.close()
+
+    def _devices_of(self, device: torch.device) -> DeviceMesh:
+        """Return the processes as PyTorch knows them; it makes groups of its own, so it is asked once."""
+        if self._devices is None:
+            with self._wait_reporter.waiting():
+                self._devices = devices_of(self.coordinate.mesh, device)
+        return self._devices
+
+    def _abort(self) -> None:
+        if (groups := self._groups) is not None:
+            groups.abort()
 
     def _open(self) -> Groups:
         if self._groups is None:
@@ -257,7 +269,9 @@ class MeshRank:
         parameters = {} if is_forward_only else _trained(model)
         parts = self._parts(model, groups)
         shards = self._shards(model, parts, groups, plan) if is_sharded(model) else None
-        reduction = Reduction(_alike(parameters, shards, masters), groups.replicas, parts)
+        alike = {n: p for n, p in parameters.items() if shards is None or n not in shards.parameters}
+        divided = set() if masters is None else masters.divided & alike.keys()
+        reduction = Reduction(alike, groups.replicas, parts, divided)
         # Communicators of shared documents and of replicas would wait for each other.
         units = shards or (reduction if not plan.num_merged and not is_forward_only else AS_THEY_ARE)
         parts = parts if shards is None else shards.parts
@@ -353,14 +367,18 @@ class MeshRank:
         if shards is not None:
             shards.finish()
         reduction.finish()
-        gradients.sum_partial([model.get_parameter(name) for name in self._partial], groups.tensor)
-        unscale(_trained(model).values(), scale)
+        rows, trained = reduction.rows, _trained(model)
+        partial = {name: trained[name] for name in self._partial if name in trained}
+        gradients.sum_partial(partial, rows, groups.tensor)
+        unscale(trained.values(), scale, rows.values())
         if self._is_tied and groups.ends is not None:
             is_first = self.coordinate.stage == 0
             end = model.get_input_embeddings() if is_first else model.get_output_embeddings()
-            gradients.sum_tied(end.weight, groups.ends)
+            for name in (name for name, parameter in trained.items() if parameter is end.weight):
+                own = reduction.rows_of(name) if name in reduction.divided else None
+                gradients.sum_tied(end.weight, own, groups.ends)
         if masters is not None:
-            masters.collect()
+            masters.collect(rows)
 
     def _dp_ranks(self) -> list[int]:
         """Return the data-parallel rank of each process."""
@@ -410,15 +428,6 @@ def _run_tasks(runner: StageRunner, channels: Channels, shards: Shards | None) -
         if shards is not None:
             shards.forget()
         raise
-
-
-def _alike(
-    parameters: dict[str, torch.Tensor], shards: Shards | None, masters: Masters | None
-) -> dict[str, torch.Tensor]:
-    """Return the parameters of which every replica has the whole gradient after a step."""
-    divided = set() if shards is None else set(shards.parameters)
-    divided |= set() if masters is None else masters.divided
-    return {name: parameter for name, parameter in parameters.items() if name not in divided}
 
 
 def totals_of_one(inputs: StepInputs, run: StepRun, *, gives_tokens: bool) -> Totals:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -309,33 +309,42 @@ class ProcessPeers:
         return self.begin_reduce_scatter(parts)()
 
     def begin_reduce_scatter(self, parts: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin `reduce_scatter`, and return what waits for the sum; on the CPU it is there at once."""
+        """Begin `reduce_scatter`, and return what waits for the sum; ranks wait in the order in which they began."""
         parts = parts.contiguous()
         out = parts.new_empty(parts.shape[1:])
-        work: Any = None
-        with self._waiting():
-            if parts.is_cuda:
-                work = self._group.backend._reduce_scatter_base(out, parts.flatten(0, 1))
-            else:
-                self._add_in_turn(parts, out)
-        return partial(self._ended, work, parts, out)
+        if parts.is_cuda:
+            works = [self._group.backend._reduce_scatter_base(out, parts.flatten(0, 1))]
+        else:
+            works = self._turn(1, parts, out) if self.size > 1 else []
+        return partial(self._end, works, parts, out)
 
-    def _ended(self, work: Any, _: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def _end(self, works: Sequence[Any], parts: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Return a sum once it is there; until then its parts are kept alive."""
-        if work is not None:
-            with self._waiting():
+        with self._waiting():
+            for work in works:
                 work.wait()
+            if not parts.is_cuda:
+                self._add_in_turn(parts, out)
         return out
 
     def _add_in_turn(self, parts: torch.Tensor, out: torch.Tensor) -> None:
-        into = out if self.size > 1 else out.copy_(parts[0])
-        for turn in range(1, self.size):
-            after, before = (self.rank + turn) % self.size, (self.rank - turn) % self.size
-            works = [self._group.receive(into, before), self._group.send(parts[after], after)]
-            for work in works:
+        """Add this rank's part and those that come in later turns to that of the first turn."""
+        if self.size == 1:
+            out.copy_(parts[0])
+            return
+        out.add_(parts[self.rank])
+        for turn in range(2, self.size):
+            into = parts[
+                (self.rank + turn - 1) % self.size
+            ]  # has been sent, so that no more memory is needed
+            for work in self._turn(turn, parts, into):
                 work.wait()
-            out.add_(parts[self.rank] if turn == 1 else into)
-            into = parts[after]  # has been sent, so that no more memory is needed
+            out.add_(into)
+
+    def _turn(self, turn: int, parts: torch.Tensor, into: torch.Tensor) -> list[Any]:
+        """Begin a turn: a pair of ranks meets in one alone, so that sums under way don't mix."""
+        after, before = (self.rank + turn) % self.size, (self.rank - turn) % self.size
+        return [self._group.receive(into, before), self._group.send(parts[after], after)]
 
 
 def peers_of(
