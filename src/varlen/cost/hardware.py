@@ -286,8 +286,8 @@ _H100: Final = Machine(
     + "Against those charts the forward pass is up to 25 % low on one document of 2K rows or more, and 10 to 26 % "
     "high on packs of 2K to 32K rows whose documents are a quarter as long. PyTorch's own variable-length kernel, "
     "measured on one H100, reaches 375 and 294: for it calibrate there (docs/gpu-results.md). Matrix products: "
-    "600·n/(n+512) TFLOP/s, a planning default; measured layers of transformers reach 98 to 104 % of that from 2K rows "
-    "on forward, 84 to 90 % backward. 80 GB, 3.35 TB/s, 989 TFLOP/s dense bf16: NVIDIA's data sheet. "
+    "600·n/(n+512) TFLOP/s, a planning default; measured layers of transformers reach 98 to 104 % of that from 2K "
+    "rows on forward, 84 to 90 % backward. 80 GB, 3.35 TB/s, 989 TFLOP/s dense bf16: NVIDIA's data sheet. "
     + _LINKS.format(network=50),
     memory_bytes=80e9,
     memory_bytes_per_s=3.35e12,
