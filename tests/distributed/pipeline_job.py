@@ -92,7 +92,8 @@ def meshes(first: str, last: str) -> None:
     every = [vl.Mesh(**axes) for axes in sizes if math.prod(axes.values()) == WORLD]
     every += [vl.Mesh(**asdict(mesh) | {"virtual_stages": 2}) for mesh in every if mesh.pp > 1]
     seeds = range(int(first), int(last))
-    write({"meshes": [pipelines.run_mesh(seed, mesh, RANK) for seed in seeds for mesh in every]})
+    found = [(asdict(mesh), pipelines.run_mesh(seed, mesh, RANK)) for seed in seeds for mesh in every]
+    write({"meshes": [{"axes": axes, **one} for axes, one in found]})
 
 
 def families(*names: str) -> None:
