@@ -205,9 +205,10 @@ def _contained(
             needed = [[cost] for cost in levels]
         for costs in needed:
             limit_s = best.seconds if best else math.inf
-            if least_possible(given.lengths, costs[0], part.mesh, part.method, least_rows=rows) >= limit_s:
+            least_s = least_possible(given.lengths, costs[0], part.mesh, part.method, least_rows=rows)
+            if least_s >= limit_s:
                 break
-            planned = _planned(part, costs, limit_s)
+            planned = _planned(_filling(part, limit_s / least_s), costs, limit_s)
             if planned and (best is None or planned.plan.num_ranks.max() <= most_ranks):
                 best = _faster(best, planned)
     return best
@@ -227,6 +228,18 @@ def _parts(given: _Given) -> Iterator[tuple[_Given, int]]:
         for method in [*methods, *(shared if mesh == given.mesh else [])]:
             part = given._replace(mesh=mesh, method=method, sizes=sizes, tuned=True)
             yield part._replace(search=replace(search, merges=False)), most_ranks
+
+
+def _filling(part: _Given, most: float) -> _Given:
+    """Leave out capacities of "packed" with which pipelines would idle for over `most` of their work, less 1.
+
+    Most packs are over half full, and the smallest may be the first and the last.
+    """
+    if part.method != "packed" or most == math.inf:
+        return part
+    share = int(part.lengths.sum(dtype=np.int64)) / part.mesh.dp
+    idle = (part.mesh.num_chunks - 1) / part.mesh.virtual_stages / (4 * share)
+    return part._replace(sizes=[size for size in part.sizes if 1 + idle * size < most])
 
 
 def _checked(lengths: npt.ArrayLike, cost: CostModel) -> Int32Array:
@@ -294,20 +307,25 @@ def _planned(
         step_s = score(plan, cost)
         return _Planned(plan, step_s, False) if step_s < math.inf else None
     best = None
-    for families_of, counts in _whole(given, cost):
+    for families_of, counts in _whole(given, costs, limit_s):
         asked = (families_of, counts, lengths, costs, mesh, method)
         found = best_plan(*asked, splits=search.splits_backward, limit_s=limit_s)
         best = _faster(best, _Planned(*found, True) if found else None)
     return best
 
 
-def _whole(given: _Given, cost: CostModel) -> Iterator[tuple[Callable[[int], Families], tuple[int, ...]]]:
+def _whole(
+    given: _Given, costs: Sequence[CostModel], limit_s: float
+) -> Iterator[tuple[Callable[[int], Families], tuple[int, ...]]]:
     """Yield candidates of whole documents by number of micro-batches, and the numbers to try."""
     lengths, mesh, method, sizes = given[:4]
-    work = _work(lengths, cost, mesh)
+    work = _work(lengths, costs[-1], mesh)
+    layers = costs[-1].stages(mesh).layers.reshape(-1, mesh.pp).sum(axis=0).max()
+    # Of an average layer, at the most recomputation.
+    most_s = limit_s / layers * (work[:, 0].sum() / _work(lengths, costs[0], mesh, 1)[:, 0].sum())
 
     def shared(count: int, way: Way) -> Families:
-        return dynamic_cp_candidates(lengths, work, mesh, sizes, counts=(count,), ways=(way,))
+        return dynamic_cp_candidates(lengths, work, mesh, sizes, counts=(count,), ways=(way,), most_s=most_s)
 
     def balanced(count: int) -> Families:
         return balanced_candidates(lengths, work[:, 0], mesh, counts=(count,))
@@ -333,9 +351,9 @@ def _faster(first: _Planned | None, second: _Planned | None) -> _Planned | None:
     return second if second.seconds < first.seconds else first
 
 
-def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> FloatArray:
+def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh, most_ranks: int | None = None) -> FloatArray:
     """Return seconds of each document in both passes if 1, 2, 4, … ranks share it, `[num_documents, levels]`."""
-    rates, sizes = cost.rates(mesh), 2 ** np.arange(int(math.log2(mesh.dp)) + 1)
+    rates, sizes = cost.rates(mesh), 2 ** np.arange(int(math.log2(most_ranks or mesh.dp)) + 1)
     ones = np.ones(lengths.size, np.int32)
     return np.stack(
         [seconds_of(lengths, size * ones, TYPICAL_ROWS, rates) for size in sizes.astype(np.int32)], axis=1
