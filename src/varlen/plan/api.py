@@ -50,6 +50,12 @@ _TYPICAL, _TYPICAL_OFFLOADING = 1.04, 1.13
 # Above this multiple of its bound, the best plan is limited by memory: if one level of recomputation doesn't help,
 # the next is tried.
 _MEMORY_LIMITED = 1.25
+# Full recomputation is tried beside a plan that fits only if a plan of this multiple of its bound would be faster.
+_TYPICAL_FULL = 1.1
+# Selective recomputation takes hardly any time: with this `_shortage` of memory without it, it is always used. Below
+# the other, more recomputation helps nothing.
+_SHORT, _AMPLE = 1.0, 0.25
+_USUAL_MICROPACKS = 6  # of a rank, for each stage
 
 
 def plan_step(
@@ -122,6 +128,8 @@ def plan_step(
     if (memory.state_bytes >= memory.limit_bytes).any():
         raise _refusal(given, cost)
     levels = list(repairs(cost, mesh)) if search.repairs else [cost]
+    if len(levels) > 1 and cost.recompute == "none" and _shortage(checked, cost, mesh) > _SHORT:
+        levels = levels[1:]
     best, level = _laddered(given, levels)
     if best and best.result and search.closely:
         bound_s = lower_bound(checked, levels[level], best.plan.mesh, least_rows=search.least_rows).seconds
@@ -172,7 +180,8 @@ def _laddered(given: _Given, levels: Sequence[CostModel]) -> tuple[_Planned | No
     """Return the best plan over all levels of recomputation, and its level."""
     best, best_level = None, 0
     for level, tried in enumerate(levels):
-        typical = _TYPICAL if tried.offload == levels[0].offload else _TYPICAL_OFFLOADING
+        typical = _TYPICAL_FULL if tried.recompute == "full" else _TYPICAL
+        typical = typical if tried.offload == levels[0].offload else _TYPICAL_OFFLOADING
         bound_s, least_s, rows = 0.0, math.inf, given.search.least_rows
         if best:
             least_s = best.seconds
@@ -206,12 +215,22 @@ def _contained(
         for costs in needed:
             limit_s = best.seconds if best else math.inf
             least_s = least_possible(given.lengths, costs[0], part.mesh, part.method, least_rows=rows)
-            if least_s >= limit_s:
+            if least_s * (_TYPICAL if part.method == "sliced" else 1.0) >= limit_s:
                 break
             planned = _planned(_filling(part, limit_s / least_s), costs, limit_s)
             if planned and (best is None or planned.plan.num_ranks.max() <= most_ranks):
                 best = _faster(best, planned)
+            if best and part.method == "sliced" and _shortage(given.lengths, costs[0], part.mesh) < _AMPLE:
+                break
     return best
+
+
+def _shortage(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> float:
+    """Return the share of its memory that a stage needs for a usual pipeline, or for half of the longest document."""
+    memory = cost.memory(mesh)
+    held = memory.held_bytes.reshape(-1, mesh.pp).sum(axis=0)
+    rows = max(int(lengths.sum(dtype=np.int64)) / mesh.dp / _USUAL_MICROPACKS, int(lengths.max()) / 2) / mesh.cp
+    return float((rows * held / (memory.limit_bytes - memory.state_bytes)).max())
 
 
 def _parts(given: _Given) -> Iterator[tuple[_Given, int]]:
