@@ -49,7 +49,7 @@ _ROUNDING = 1 + 1e-9
 _SLOW = 1.06  # with full memory, a step counts as slow from this multiple of its work on
 _CLOSE_GROUPINGS = 4  # groupings that are searched closely, the best of the quick search
 _CLOSE_GAIN = 1.06  # a close search gains about this much: slower groupings are skipped
-_THOROUGH_GROUPINGS = 2  # groupings that are searched thoroughly
+_THOROUGH_GROUPINGS = 1  # groupings that are searched thoroughly
 
 
 def narrowed(mesh: Mesh, search: Search) -> list[Mesh]:
@@ -149,6 +149,8 @@ def _closely(
     """Try independent backward passes, and weight gradients within the backward pass."""
     if best and _can_compose_backward(cost, search):
         best = _with_own_backward(best, search)
+    if best is None and incumbent_s < math.inf:
+        return None
     if search.splits_backward and (best is None or (best.is_full and best.slowness > _SLOW)):
         # Separate weight gradients hold memory for longer; without them, another grouping may be better.
         plain = _quick(
