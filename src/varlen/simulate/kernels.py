@@ -476,6 +476,18 @@ def _account(
             used[rank, stage] -= waiting[rank, chunk, task]
 
 
+@inlined
+def _drain(backward: Float64, stages: int) -> Float64:
+    """Return the least seconds of a MicroPack's backwards in the chunks before the first of each stage."""
+    drain_s = np.full(stages, np.inf)
+    for task in range(backward.shape[1]):
+        so_far = 0.0
+        for stage in range(stages):
+            drain_s[stage] = min(drain_s[stage], so_far)
+            so_far += backward[stage, task]
+    return drain_s
+
+
 @compiled
 def dispatch(
     forward: Float64,
@@ -512,12 +524,16 @@ def dispatch(
     is_stale = np.ones(stages, np.bool_)
     left = codes.size
     peaks[:] = 0.0
-    waiting_s = np.zeros(stages)
+    waiting_s, passes_s = np.zeros(stages), np.zeros(stages)  # of all tasks, and of those but weight gradients
     for chunk in range(chunks):
         for task in range(forward.shape[1]):
-            waiting_s[chunk % stages] += forward[chunk, task]
+            passes_s[chunk % stages] += forward[chunk, task]
         for task in range(backward.shape[1]):
-            waiting_s[chunk % stages] += backward[chunk, task] + weight[chunk, task]
+            passes_s[chunk % stages] += backward[chunk, task]
+            waiting_s[chunk % stages] += weight[chunk, task]
+    drain_s = _drain(backward, stages)
+    for s in range(stages):
+        waiting_s[s] += passes_s[s]
     while left > 0:
         stage = -1
         for s in range(stages):
@@ -545,8 +561,14 @@ def dispatch(
         )
         clock[stage] = starts[stage] + took
         waiting_s[stage] -= took
-        if clock[stage] + waiting_s[stage] > limit_s * _ROUNDING:
-            return float(clock[stage] + waiting_s[stage])
+        if kind != _W:
+            passes_s[stage] -= took
+        least_s = clock[stage] + waiting_s[stage]
+        # The last backward of a chunk is followed by those of the chunks before it.
+        if done[_B, stage] < backward.shape[1]:
+            least_s = max(least_s, clock[stage] + passes_s[stage] + drain_s[stage])
+        if least_s > limit_s * _ROUNDING:
+            return float(least_s)
         _account(kind, stage, chunk, task, forward_peaks, forward_left, backward_peaks, backward_left, waiting,
                  used, peaks)  # fmt: skip
         if kind == _F:
