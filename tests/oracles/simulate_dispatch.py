@@ -45,6 +45,8 @@ def dispatch(
     clock, used, run = [0.0] * stages, begins.copy(), [0] * stages
     peaks[:] = 0.0
     waiting_s = _work_of_stages(forward, backward + weight, stages)
+    passes_s = _work_of_stages(forward, backward, stages)
+    drain_s = [min(np.cumsum(column[:stage])[-1:].sum() for column in backward.T) for stage in range(stages)]
     taken = (forward_peaks, forward_left, backward_peaks, backward_left, waiting)
 
     def candidates(stage: int) -> Iterator[tuple[float, int, str, int]]:
@@ -88,8 +90,12 @@ def dispatch(
         task = done[kind][chunk]
         took = float({"F": forward, "B": backward, "W": weight}[kind][chunk, task])
         clock[stage], waiting_s[stage] = start + took, waiting_s[stage] - took
-        if clock[stage] + waiting_s[stage] > limit_s * _ROUNDING:
-            return clock[stage] + waiting_s[stage]
+        passes_s[stage] -= took * (kind != "W")
+        least = [clock[stage] + waiting_s[stage]]
+        if done["B"][stage] < backward.shape[1]:
+            least.append(clock[stage] + passes_s[stage] + float(drain_s[stage]))
+        if max(least) > limit_s * _ROUNDING:
+            return max(least)
         ends[kind, chunk, task] = clock[stage]
         done[kind][chunk] += 1
         codes[stage, run[stage]] = "FBW".index(kind) + 3 * (chunk // stages)

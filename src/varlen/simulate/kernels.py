@@ -527,13 +527,12 @@ def dispatch(
     waiting_s, passes_s = np.zeros(stages), np.zeros(stages)  # of all tasks, and of those but weight gradients
     for chunk in range(chunks):
         for task in range(forward.shape[1]):
+            waiting_s[chunk % stages] += forward[chunk, task]
             passes_s[chunk % stages] += forward[chunk, task]
         for task in range(backward.shape[1]):
+            waiting_s[chunk % stages] += backward[chunk, task] + weight[chunk, task]
             passes_s[chunk % stages] += backward[chunk, task]
-            waiting_s[chunk % stages] += weight[chunk, task]
     drain_s = _drain(backward, stages)
-    for s in range(stages):
-        waiting_s[s] += passes_s[s]
     while left > 0:
         stage = -1
         for s in range(stages):
