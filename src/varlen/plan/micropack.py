@@ -117,9 +117,11 @@ def micropack(
     """
     splits, close = search.splits_backward, list[StepSearch]()
     groupings, quick = list[_Grouping](), list[StepSearch]()
-    for narrow in narrowed(mesh, search):
-        if near and not near.dp <= 2 * narrow.dp <= 4 * near.dp:
-            continue
+    meshes = narrowed(mesh, search)
+    if near:
+        meshes = [each for each in meshes if near.dp <= 2 * each.dp <= 4 * near.dp]
+        meshes.sort(key=lambda each: each != near)
+    for narrow in meshes:
         costs = stage_costs(cost, narrow, splits=splits)
         sync_s = float(costs.sync_s.min())
         least_s = min([step.makespan_s for step in quick], default=math.inf)
@@ -129,6 +131,8 @@ def micropack(
         own = list(_groupings(lengths, costs, search, search.most_merged_ranks * mesh.cp // narrow.cp))
         quick += _quick(own, cost, search, splits=splits, incumbent_s=least_s)
         groupings += own
+        if near and min((step.makespan_s for step in quick), default=0.0) > _CLOSE_GAIN * incumbent_s:
+            break
     incumbent_s -= sync_s
     best = _best_of(quick, search, close, incumbent_s)
     if not best or search.closely:
