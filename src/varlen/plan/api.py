@@ -55,7 +55,7 @@ _TYPICAL_FULL = 1.1
 # Selective recomputation takes hardly any time: with this `_shortage` of memory without it, it is always used. Below
 # the other, more recomputation helps nothing.
 _SHORT, _AMPLE = 1.0, 0.25
-_USUAL_MICROPACKS = 6  # of a rank, for each stage
+_USUAL_MICROPACKS, _USUAL_ROWS = 6, 16_384  # of a rank for each stage, and of a MicroPack if it has more
 
 
 def plan_step(
@@ -229,8 +229,10 @@ def _shortage(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> float:
     """Return the share of its memory that a stage needs for a usual pipeline, or for half of the longest document."""
     memory = cost.memory(mesh)
     held = memory.held_bytes.reshape(-1, mesh.pp).sum(axis=0)
-    rows = max(int(lengths.sum(dtype=np.int64)) / mesh.dp / _USUAL_MICROPACKS, int(lengths.max()) / 2) / mesh.cp
-    return float((rows * held / (memory.limit_bytes - memory.state_bytes)).max())
+    rows = int(lengths.sum(dtype=np.int64)) / (mesh.dp * mesh.cp)
+    in_flight = min(rows / _USUAL_MICROPACKS, _USUAL_ROWS * mesh.pp)
+    held_rows = max(in_flight, int(lengths.max()) / mesh.cp / 2)
+    return float((held_rows * held / (memory.limit_bytes - memory.state_bytes)).max())
 
 
 def _parts(given: _Given) -> Iterator[tuple[_Given, int]]:

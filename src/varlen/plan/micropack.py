@@ -49,7 +49,7 @@ _ROUNDING = 1 + 1e-9
 _SLOW = 1.06  # with full memory, a step counts as slow from this multiple of its work on
 _CLOSE_GROUPINGS = 4  # groupings that are searched closely, the best of the quick search
 _CLOSE_GAIN = 1.06  # a close search gains about this much: slower groupings are skipped
-_THOROUGH_GROUPINGS = 1  # groupings that are searched thoroughly
+_THOROUGH_GROUPINGS = 2  # groupings that are searched thoroughly
 
 
 def narrowed(mesh: Mesh, search: Search) -> list[Mesh]:
