@@ -117,11 +117,9 @@ def micropack(
     """
     splits, close = search.splits_backward, list[StepSearch]()
     groupings, quick = list[_Grouping](), list[StepSearch]()
-    meshes = narrowed(mesh, search)
-    if near:
-        meshes = [each for each in meshes if near.dp <= 2 * each.dp <= 4 * near.dp]
-        meshes.sort(key=lambda each: each != near)
-    for narrow in meshes:
+    for narrow in narrowed(mesh, search):
+        if near and not near.dp <= 2 * narrow.dp <= 4 * near.dp:
+            continue
         costs = stage_costs(cost, narrow, splits=splits)
         sync_s = float(costs.sync_s.min())
         least_s = min([step.makespan_s for step in quick], default=math.inf)
@@ -131,10 +129,10 @@ def micropack(
         own = list(_groupings(lengths, costs, search, search.most_merged_ranks * mesh.cp // narrow.cp))
         quick += _quick(own, cost, search, splits=splits, incumbent_s=least_s)
         groupings += own
-        if near and min((step.makespan_s for step in quick), default=0.0) > _CLOSE_GAIN * incumbent_s:
-            break
     incumbent_s -= sync_s
     best = _best_of(quick, search, close, incumbent_s)
+    if best is None and method == "sliced" and incumbent_s < math.inf:
+        return None  # it is hardly ever the best; weight gradients within wouldn't make it so
     if not best or search.closely:
         best = _closely(groupings, cost, search, close, incumbent_s, best)
     if best is None:
@@ -153,8 +151,6 @@ def _closely(
     """Try independent backward passes, and weight gradients within the backward pass."""
     if best and _can_compose_backward(cost, search):
         best = _with_own_backward(best, search)
-    if best is None and incumbent_s < math.inf:
-        return None
     if search.splits_backward and (best is None or (best.is_full and best.slowness > _SLOW)):
         # Separate weight gradients hold memory for longer; without them, another grouping may be better.
         plain = _quick(
