@@ -99,9 +99,9 @@ def plan_step(
         SettingError: an unknown method, or a mesh that doesn't divide the model.
         PlanError: no plan fits into memory, or the mesh has too many ranks for the step; says what would work.
 
-    Cost: "micropack" takes about 0.2 s for 512 documents on 4 x 4, 2 s for 8,192 on 64 x 16, and 17 s for 100,000.
-    If memory is short, it plans every level of recomputation and searches the best of them thoroughly, which takes
-    several times as long; see docs/planning-results.md.
+    Cost: "micropack" takes about 0.1 s for 512 documents on 4 x 4, 1 s for 8,192 on 64 x 16, and 17 s for 100,000.
+    If memory is short, it plans several levels of recomputation, which takes up to 0.5 s, 1.5 s and longer; see
+    docs/planning-results.md.
 
     >>> import varlen as vl
     >>> cost = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
