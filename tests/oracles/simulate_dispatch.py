@@ -44,7 +44,7 @@ def dispatch(
     before_backward = chunks if forward_first else -chunks
     clock, used, run = [0.0] * stages, begins.copy(), [0] * stages
     peaks[:] = 0.0
-    waiting_s = _work_of_stages(forward, backward + weight, stages)
+    waiting_s, passes_s = (_work_of_stages(forward, back, stages) for back in (backward + weight, backward))
     taken = (forward_peaks, forward_left, backward_peaks, backward_left, waiting)
 
     def candidates(stage: int) -> Iterator[tuple[float, int, str, int]]:
@@ -88,8 +88,10 @@ def dispatch(
         task = done[kind][chunk]
         took = float({"F": forward, "B": backward, "W": weight}[kind][chunk, task])
         clock[stage], waiting_s[stage] = start + took, waiting_s[stage] - took
-        if clock[stage] + waiting_s[stage] > limit_s * _ROUNDING:
-            return clock[stage] + waiting_s[stage]
+        passes_s[stage] -= took * (kind != "W")
+        least_s = clock[stage] + max(waiting_s[stage], passes_s[stage] + _drain(backward, stage, done))
+        if least_s > limit_s * _ROUNDING:
+            return least_s
         ends[kind, chunk, task] = clock[stage]
         done[kind][chunk] += 1
         codes[stage, run[stage]] = "FBW".index(kind) + 3 * (chunk // stages)
@@ -105,6 +107,12 @@ def _work_of_stages(forward: Float, backward: Float, stages: int) -> list[float]
         for one in tasks:
             seconds[chunk % stages] += one
     return seconds
+
+
+def _drain(backward: Float, stage: int, done: dict[str, list[int]]) -> float:
+    """Least seconds of a MicroPack's backwards in the chunks before a stage's first, if that has one to run."""
+    is_over = done["B"][stage] == backward.shape[1]
+    return -math.inf if is_over else min(float(sum(column[:stage])) for column in backward.T)
 
 
 def _account(kind: str, place: tuple[int, int], taken: tuple[Float, ...], used: Float) -> float:

@@ -502,3 +502,22 @@ def test_short_documents_spill_over_from_a_micro_batch_that_is_full_of_tokens():
     tokens = np.bincount(candidate.forward.micropack_of_slice, weights=candidate.forward.stops)
     assert candidate.label.startswith("WLB")
     assert 2 * 13_000 / 4 - 10 < tokens.max() <= 2 * 13_000 / 4
+
+
+def test_capacities_that_share_too_much_work_are_left_out():
+    lengths, mesh = np.full(16, 4096, np.int32), Mesh(dp=4, pp=1)
+    work = np.stack(
+        [lengths * 1.0, lengths * 0.7, lengths * 0.5], axis=1
+    )  # sharing costs 40 % and 100 % more
+
+    def labels(most_s: float) -> set[int]:
+        found = dynamic_cp_candidates(
+            lengths, work, mesh, [4096, 2048, 1024], counts=(2,), ways=("Megatron",), most_s=most_s
+        )
+        labels = [candidate.label for candidate in chain.from_iterable(found)]
+        return {int(label.split(" of ")[1].split()[0].replace(",", "")) for label in labels}
+
+    even_s = float(work[:, 0].sum()) / mesh.dp
+    assert labels(np.inf) == {4096, 2048, 1024}
+    assert labels(1.5 * even_s) == {4096, 2048}
+    assert labels(1.1 * even_s) == {4096}

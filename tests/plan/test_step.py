@@ -491,3 +491,17 @@ def test_the_planner_is_no_slower_than_what_it_contains_at_any_context_paralleli
             peer_s = took_s(each, method=method, tuned=True)
             assert ours_s <= peer_s * 1.001
             assert apart_s[number] <= peer_s * 1.001
+
+
+def test_selective_recomputation_comes_first_only_where_memory_is_far_too_short(monkeypatch):
+    mesh, lengths, tried = vl.Mesh(dp=2, pp=4, tp=4), long_tailed(96, 60_000), []
+    original = api.micropack
+    monkeypatch.setattr(
+        api, "micropack", lambda *given, **more: tried.append(given[1].recompute) or original(*given, **more)
+    )
+
+    for fraction, first in ((0.9, "none"), (0.7, "selective")):
+        tried.clear()
+        cost = long_cost_of("llama-2-70b", memory_fraction=fraction).replace(recompute="none")
+        vl.plan_step(lengths // 4, cost=cost, mesh=mesh)
+        assert tried[0] == first

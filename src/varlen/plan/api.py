@@ -50,6 +50,12 @@ _TYPICAL, _TYPICAL_OFFLOADING = 1.04, 1.13
 # Above this multiple of its bound, the best plan is limited by memory: if one level of recomputation doesn't help,
 # the next is tried.
 _MEMORY_LIMITED = 1.25
+# Full recomputation is tried beside a plan that fits only if a plan of this multiple of its bound would be faster.
+_TYPICAL_FULL = 1.1
+# Selective recomputation takes hardly any time: with this `_shortage` of memory without it, it is always used. Below
+# the other, more recomputation helps nothing.
+_SHORT, _AMPLE = 1.0, 0.25
+_USUAL_MICROPACKS, _USUAL_ROWS = 6, 16_384  # of a rank for each stage, and of a MicroPack if it has more
 
 
 def plan_step(
@@ -93,9 +99,9 @@ def plan_step(
         SettingError: an unknown method, or a mesh that doesn't divide the model.
         PlanError: no plan fits into memory, or the mesh has too many ranks for the step; says what would work.
 
-    Cost: "micropack" takes about 0.2 s for 512 documents on 4 x 4, 2 s for 8,192 on 64 x 16, and 17 s for 100,000.
-    If memory is short, it plans every level of recomputation and searches the best of them thoroughly, which takes
-    several times as long; see docs/planning-results.md.
+    Cost: "micropack" takes about 0.1 s for 512 documents on 4 x 4, 1 s for 8,192 on 64 x 16, and 17 s for 100,000.
+    If memory is short, it plans several levels of recomputation, which takes up to 0.5 s, 1.5 s and longer; see
+    docs/planning-results.md.
 
     >>> import varlen as vl
     >>> cost = vl.CostModel(model=vl.ModelShape.named("llama-3-8b"), hardware=vl.Hardware.named("h100"))
@@ -122,6 +128,8 @@ def plan_step(
     if (memory.state_bytes >= memory.limit_bytes).any():
         raise _refusal(given, cost)
     levels = list(repairs(cost, mesh)) if search.repairs else [cost]
+    if len(levels) > 1 and cost.recompute == "none" and _shortage(checked, cost, mesh) > _SHORT:
+        levels = levels[1:]
     best, level = _laddered(given, levels)
     if best and best.result and search.closely:
         bound_s = lower_bound(checked, levels[level], best.plan.mesh, least_rows=search.least_rows).seconds
@@ -172,7 +180,8 @@ def _laddered(given: _Given, levels: Sequence[CostModel]) -> tuple[_Planned | No
     """Return the best plan over all levels of recomputation, and its level."""
     best, best_level = None, 0
     for level, tried in enumerate(levels):
-        typical = _TYPICAL if tried.offload == levels[0].offload else _TYPICAL_OFFLOADING
+        typical = _TYPICAL_FULL if tried.recompute == "full" else _TYPICAL
+        typical = typical if tried.offload == levels[0].offload else _TYPICAL_OFFLOADING
         bound_s, least_s, rows = 0.0, math.inf, given.search.least_rows
         if best:
             least_s = best.seconds
@@ -205,12 +214,25 @@ def _contained(
             needed = [[cost] for cost in levels]
         for costs in needed:
             limit_s = best.seconds if best else math.inf
-            if least_possible(given.lengths, costs[0], part.mesh, part.method, least_rows=rows) >= limit_s:
+            least_s = least_possible(given.lengths, costs[0], part.mesh, part.method, least_rows=rows)
+            if least_s * (_TYPICAL if part.method == "sliced" else 1.0) >= limit_s:
                 break
-            planned = _planned(part, costs, limit_s)
+            planned = _planned(_filling(part, limit_s / least_s), costs, limit_s)
             if planned and (best is None or planned.plan.num_ranks.max() <= most_ranks):
                 best = _faster(best, planned)
+            if best and part.method == "sliced" and _shortage(given.lengths, costs[0], part.mesh) < _AMPLE:
+                break
     return best
+
+
+def _shortage(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> float:
+    """Return the share of its memory that a stage needs for a usual pipeline, or for half of the longest document."""
+    memory = cost.memory(mesh)
+    held = memory.held_bytes.reshape(-1, mesh.pp).sum(axis=0)
+    rows = int(lengths.sum(dtype=np.int64)) / (mesh.dp * mesh.cp)
+    in_flight = min(rows / _USUAL_MICROPACKS, _USUAL_ROWS * mesh.pp)
+    held_rows = max(in_flight, int(lengths.max()) / mesh.cp / 2)
+    return float((held_rows * held / (memory.limit_bytes - memory.state_bytes)).max())
 
 
 def _parts(given: _Given) -> Iterator[tuple[_Given, int]]:
@@ -227,6 +249,18 @@ def _parts(given: _Given) -> Iterator[tuple[_Given, int]]:
         for method in [*methods, *(shared if mesh == given.mesh else [])]:
             part = given._replace(mesh=mesh, method=method, sizes=sizes, tuned=True)
             yield part._replace(search=replace(search, merges=False)), most_ranks
+
+
+def _filling(part: _Given, most: float) -> _Given:
+    """Leave out capacities of "packed" with which pipelines would idle for over `most` of their work, less 1.
+
+    Most packs are over half full, and the smallest may be the first and the last.
+    """
+    if part.method != "packed" or most == math.inf:
+        return part
+    share = int(part.lengths.sum(dtype=np.int64)) / part.mesh.dp
+    idle = (part.mesh.num_chunks - 1) / part.mesh.virtual_stages / (4 * share)
+    return part._replace(sizes=[size for size in part.sizes if 1 + idle * size < most])
 
 
 def _checked(lengths: npt.ArrayLike, cost: CostModel) -> Int32Array:
@@ -294,20 +328,25 @@ def _planned(
         step_s = score(plan, cost)
         return _Planned(plan, step_s, False) if step_s < math.inf else None
     best = None
-    for families_of, counts in _whole(given, cost):
+    for families_of, counts in _whole(given, costs, limit_s):
         asked = (families_of, counts, lengths, costs, mesh, method)
         found = best_plan(*asked, splits=search.splits_backward, limit_s=limit_s)
         best = _faster(best, _Planned(*found, True) if found else None)
     return best
 
 
-def _whole(given: _Given, cost: CostModel) -> Iterator[tuple[Callable[[int], Families], tuple[int, ...]]]:
+def _whole(
+    given: _Given, costs: Sequence[CostModel], limit_s: float
+) -> Iterator[tuple[Callable[[int], Families], tuple[int, ...]]]:
     """Yield candidates of whole documents by number of micro-batches, and the numbers to try."""
     lengths, mesh, method, sizes = given[:4]
-    work = _work(lengths, cost, mesh)
+    work = _work(lengths, costs[-1], mesh)
+    layers = costs[-1].stages(mesh).layers.reshape(-1, mesh.pp).sum(axis=0).max()
+    # Of an average layer, at the most recomputation.
+    most_s = limit_s / layers * (work[:, 0].sum() / _work(lengths, costs[0], mesh, 1)[:, 0].sum())
 
     def shared(count: int, way: Way) -> Families:
-        return dynamic_cp_candidates(lengths, work, mesh, sizes, counts=(count,), ways=(way,))
+        return dynamic_cp_candidates(lengths, work, mesh, sizes, counts=(count,), ways=(way,), most_s=most_s)
 
     def balanced(count: int) -> Families:
         return balanced_candidates(lengths, work[:, 0], mesh, counts=(count,))
@@ -333,9 +372,9 @@ def _faster(first: _Planned | None, second: _Planned | None) -> _Planned | None:
     return second if second.seconds < first.seconds else first
 
 
-def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> FloatArray:
+def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh, most_ranks: int | None = None) -> FloatArray:
     """Return seconds of each document in both passes if 1, 2, 4, … ranks share it, `[num_documents, levels]`."""
-    rates, sizes = cost.rates(mesh), 2 ** np.arange(int(math.log2(mesh.dp)) + 1)
+    rates, sizes = cost.rates(mesh), 2 ** np.arange(int(math.log2(most_ranks or mesh.dp)) + 1)
     ones = np.ones(lengths.size, np.int32)
     return np.stack(
         [seconds_of(lengths, size * ones, TYPICAL_ROWS, rates) for size in sizes.astype(np.int32)], axis=1

@@ -131,6 +131,8 @@ def micropack(
         groupings += own
     incumbent_s -= sync_s
     best = _best_of(quick, search, close, incumbent_s)
+    if best is None and method == "sliced" and incumbent_s < math.inf:
+        return None  # it is hardly ever the best; weight gradients within wouldn't make it so
     if not best or search.closely:
         best = _closely(groupings, cost, search, close, incumbent_s, best)
     if best is None:
@@ -157,8 +159,9 @@ def _closely(
         best = _best_of(plain, search, close, incumbent_s, best)
     elif search.splits_backward and best and best.is_full:
         # A backward in one task can only be faster if memory is full.
-        step = _plain(best, stage_costs(cost, best.costs.mesh), search)
-        if step.makespan_s < _CLOSE_GAIN * best.makespan_s:
+        limit_s = _CLOSE_GAIN * best.makespan_s
+        step = _plain(best, stage_costs(cost, best.costs.mesh), search, limit_s)
+        if step.makespan_s < limit_s:
             best = _better(step, best, search, Effort.CLOSE)
     return best
 
@@ -173,13 +176,13 @@ def thorough(result: SearchResult) -> SearchResult:
     return replace(result, best=best) if best and best.makespan_s < result.best.makespan_s else result
 
 
-def _plain(best: StepSearch, costs: StageCosts, search: Search) -> StepSearch:
-    """Search the same grouping briefly with weight gradients within the backward pass."""
+def _plain(best: StepSearch, costs: StageCosts, search: Search, limit_s: float) -> StepSearch:
+    """Search the same grouping briefly with weight gradients within the backward pass, up to a limit."""
     documents = [rank for block in best.blocks for rank in block.documents]
     fresh = blocks(documents, best.groups, costs, search)
     step = StepSearch(best.groups, costs, fresh, best.spares_memory, best.composed)
     slowest = max(best.blocks, key=lambda block: block.makespan_s)
-    improve(step, search, math.inf, Effort.BRIEF, slowest.setting)
+    improve(step, search, limit_s, Effort.BRIEF, slowest.setting)
     return step
 
 

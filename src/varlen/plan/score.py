@@ -115,26 +115,31 @@ def _fastest(
 ) -> tuple[StepPlan | None, float]:
     """Return the plan of a candidate and its seconds; None and more than the limit if its bound is above the limit.
 
-    It is dispatched up to `far` times the limit, which tells how far it is from it. More recomputation only raises
-    the bound.
+    It is dispatched up to `far` times the limit, which tells how far it is from it. It is tried with the most
+    recomputation first: with less, it takes more memory, and is taken to be as slow in relation to its bound.
     """
-    best, best_s = None, math.inf
-    for cost in costs:
+    best, best_s, slowness = None, math.inf, 1.0
+    kinds = (True, False) if splits else (False,)
+    for cost in reversed(costs):
         plan = unordered(candidate, lengths, cost, mesh, method)
-        prices = prices_of(
-            plan, plan.forward, stage_costs(cost, mesh)
-        )  # both passes have the same MicroPacks
-        for is_split in (True, False) if splits else (False,):
+        # Both passes have the same MicroPacks.
+        prices = prices_of(plan, plan.forward, stage_costs(cost, mesh))
+        for is_split in kinds:
             plan, each = replace(plan, splits_backward=is_split), stage_costs(cost, mesh, splits=is_split)
             seconds = durations_of_prices(each, prices, prices)
-            if bound_s(plan, seconds) + float(each.sync_s.min()) >= limit_s:
-                return best, min(best_s, far * limit_s)
-            ordered, step_s = _ordered(plan, cost, each, seconds, far * limit_s)
-            if step_s < best_s:
-                best, best_s = ordered, step_s
-                limit_s = min(limit_s, step_s)
-            if step_s < math.inf:
+            least_s = bound_s(plan, seconds) + float(each.sync_s.min())
+            if slowness * least_s >= limit_s:
+                best_s = min(best_s, far * limit_s)
                 break
+            ordered, step_s = _ordered(plan, cost, each, seconds, far * limit_s)
+            if step_s < math.inf:
+                kinds, slowness = (is_split,), step_s / least_s
+                if step_s < best_s:
+                    best, best_s = ordered, step_s
+                    limit_s = min(limit_s, step_s)
+                break
+        else:  # it doesn't fit
+            break
     return best, best_s
 
 

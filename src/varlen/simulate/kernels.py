@@ -476,6 +476,28 @@ def _account(
             used[rank, stage] -= waiting[rank, chunk, task]
 
 
+@inlined
+def _work_of_stages(forward: Float64, backward: Float64, weight: Float64, stages: int) -> Any:
+    """Return the seconds of all tasks of each stage, of those but weight gradients, and of what comes after these.
+
+    The last is the least time of a MicroPack's backwards in the chunks before the first of the stage.
+    """
+    waiting_s, passes_s, drain_s = np.zeros(stages), np.zeros(stages), np.full(stages, np.inf)
+    for chunk in range(forward.shape[0]):
+        for task in range(forward.shape[1]):
+            waiting_s[chunk % stages] += forward[chunk, task]
+            passes_s[chunk % stages] += forward[chunk, task]
+        for task in range(backward.shape[1]):
+            waiting_s[chunk % stages] += backward[chunk, task] + weight[chunk, task]
+            passes_s[chunk % stages] += backward[chunk, task]
+    for task in range(backward.shape[1]):
+        so_far = 0.0
+        for stage in range(stages):
+            drain_s[stage] = min(drain_s[stage], so_far)
+            so_far += backward[stage, task]
+    return waiting_s, passes_s, drain_s
+
+
 @compiled
 def dispatch(
     forward: Float64,
@@ -512,12 +534,7 @@ def dispatch(
     is_stale = np.ones(stages, np.bool_)
     left = codes.size
     peaks[:] = 0.0
-    waiting_s = np.zeros(stages)
-    for chunk in range(chunks):
-        for task in range(forward.shape[1]):
-            waiting_s[chunk % stages] += forward[chunk, task]
-        for task in range(backward.shape[1]):
-            waiting_s[chunk % stages] += backward[chunk, task] + weight[chunk, task]
+    waiting_s, passes_s, drain_s = _work_of_stages(forward, backward, weight, stages)
     while left > 0:
         stage = -1
         for s in range(stages):
@@ -545,8 +562,12 @@ def dispatch(
         )
         clock[stage] = starts[stage] + took
         waiting_s[stage] -= took
-        if clock[stage] + waiting_s[stage] > limit_s * _ROUNDING:
-            return float(clock[stage] + waiting_s[stage])
+        if kind != _W:
+            passes_s[stage] -= took
+        drain = drain_s[stage] if done[_B, stage] < backward.shape[1] else -np.inf
+        least_s = clock[stage] + max(waiting_s[stage], passes_s[stage] + drain)
+        if least_s > limit_s * _ROUNDING:
+            return float(least_s)
         _account(kind, stage, chunk, task, forward_peaks, forward_left, backward_peaks, backward_left, waiting,
                  used, peaks)  # fmt: skip
         if kind == _F:

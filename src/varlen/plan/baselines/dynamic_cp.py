@@ -40,6 +40,7 @@ def dynamic_cp_candidates(
     counts: tuple[int, ...] | None = None,
     orders: tuple[Order, ...] = SHARED_ORDERS,
     ways: tuple[Way, ...] = WAYS,
+    most_s: float = np.inf,
 ) -> Iterator[Iterator[Candidate]]:
     """Yield both ways to share documents among ranks, for each number of micro-batches, each in every order.
 
@@ -51,10 +52,10 @@ def dynamic_cp_candidates(
 
     Every rank runs one MicroPack a micro-batch, perhaps an empty one, and all ranks run micro-batches in one order,
     so that 1F1B can't deadlock. `work[d, k]` is the seconds of both passes on each rank if 2^k ranks share document
-    d.
+    d. Capacities with which the work of all ranks is over `most_s` on average are left out.
     """
     seen: set[bytes] = set()
-    for label, group_of, levels, batches in _shared(lengths, work, mesh, sizes, counts, ways):
+    for label, group_of, levels, batches in _shared(lengths, work, mesh, sizes, counts, ways, most_s):
         key = b"|".join(array.tobytes() for array in (group_of, levels, batches))
         if key not in seen:
             seen.add(key)
@@ -68,10 +69,13 @@ def _shared(
     sizes: Sequence[int],
     counts: tuple[int, ...] | None,
     ways: tuple[Way, ...],
+    most_s: float,
 ) -> Iterator[tuple[str, Int32Array, Int32Array, Int32Array]]:
     """Yield a label, and the result of `by_need` or `by_speed`."""
     for count in micro_batch_counts(lengths, mesh, MOST_STEPS) if counts is None else counts:
         for tried in sizes if "Megatron" in ways else ():
+            if needed_work(lengths, work, tried)[1].sum() > most_s * mesh.dp:
+                continue
             label = f"Megatron, {count} micro-batches of {tried:,} tokens a rank"
             yield label, *by_need(lengths, work, mesh.dp, tried, count)
         for name, batch_of in divisions(lengths, work[:, 0], count) if "FlexSP" in ways else ():
@@ -86,14 +90,13 @@ def by_need(
 
     Returns the group of each document, -1 if it is empty, and the level and the micro-batch of each group.
     """
-    size = np.maximum(lengths, 1) / capacity
-    least = np.clip(np.ceil(np.log2(size)), 0, work.shape[1] - 1).astype(np.int32)
-    own = work[np.arange(lengths.size), least]
+    least, of_all = needed_work(lengths, work, capacity)
+    own = of_all / 2.0**least
     heaviest = np.lexsort((-own, -least))
     order = heaviest[lengths[heaviest] > 0].astype(np.int32)
     batch_of, group_of = np.full(lengths.size, -1, np.int32), np.full(lengths.size, -1, np.int32)
     levels, offsets = np.zeros(order.size + dp, np.int32), np.zeros(order.size + 1, np.int32)
-    target_s = SLACK * float((own * 2.0**least).sum()) / (dp * count)
+    target_s = SLACK * float(of_all.sum()) / (dp * count)
     with jit.sized(2e-7 * order.size * dp * count):
         num_batches = kernels_groups.fill(
             order, least, lengths, work, dp, capacity, target_s, batch_of, group_of, levels, offsets
@@ -101,6 +104,13 @@ def by_need(
     groups_of = np.diff(offsets[: num_batches + 1])
     batches = np.repeat(np.arange(num_batches, dtype=np.int32), groups_of)
     return group_of, levels[: batches.size], batches
+
+
+def needed_work(lengths: Int32Array, work: FloatArray, capacity: int) -> tuple[Int32Array, FloatArray]:
+    """Return the least level of each document that holds its rows, and the seconds of all its ranks."""
+    size = np.maximum(lengths, 1) / capacity
+    least = np.clip(np.ceil(np.log2(size)), 0, work.shape[1] - 1).astype(np.int32)
+    return least, work[np.arange(lengths.size), least] * 2.0**least
 
 
 def by_speed(
