@@ -50,6 +50,7 @@ _TYPICAL, _TYPICAL_OFFLOADING = 1.04, 1.13
 # Above this multiple of its bound, the best plan is limited by memory: if one level of recomputation doesn't help,
 # the next is tried.
 _MEMORY_LIMITED = 1.25
+_CLOSE = 1.08  # a thorough search gains about this much
 # Full recomputation is tried beside a plan that fits only if a plan of this multiple of its bound would be faster.
 _TYPICAL_FULL = 1.1
 # Selective recomputation takes hardly any time: with this `_shortage` of memory without it, it is always used. Below
@@ -205,7 +206,8 @@ def _contained(
     """Return the best plan, or a faster one by a method that plans a part of what "micropack" may.
 
     Whole documents that need more recomputation than the best plan are hardly faster; each of their candidates is
-    tried with all levels up to it. Without a best plan, all of it is needed.
+    tried with all levels up to it. Without a best plan, all of it is needed. Slices whose bound is far below the best
+    plan are searched as thoroughly as by themselves.
     """
     rows = given.search.least_rows
     for part, most_ranks in _parts(given):
@@ -217,7 +219,10 @@ def _contained(
             least_s = least_possible(given.lengths, costs[0], part.mesh, part.method, least_rows=rows)
             if least_s * (_TYPICAL if part.method == "sliced" else 1.0) >= limit_s:
                 break
-            planned = _planned(_filling(part, limit_s / least_s), costs, limit_s)
+            is_far = part.method == "sliced" and least_s * FAR_OVER < limit_s < math.inf
+            planned = _planned(_filling(part, limit_s / least_s), costs, math.inf if is_far else limit_s)
+            if is_far and planned and planned.result and planned.seconds < _CLOSE * limit_s:
+                planned = _faster(planned, _searched(thorough(planned.result), costs[0]))
             if planned and (best is None or planned.plan.num_ranks.max() <= most_ranks):
                 best = _faster(best, planned)
             if best and part.method == "sliced" and _shortage(given.lengths, costs[0], part.mesh) < _AMPLE:
