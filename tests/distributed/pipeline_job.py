@@ -35,6 +35,8 @@ MEMORY = {
 SEEDS = (0, 1, 4)
 """Of each mesh one."""
 HELD = {2: (0, 1, 2, 3), 4: (1, 2)}
+TP_SHARDED = ((0, ("unit", "layers alone")), (3, WAYS[1]))
+"""A Llama, whose ends are divided by tp alone; a Qwen3 with norms of heads, whose head is its embedding."""
 SHARED = {2: (0, 1), 4: (1,)}
 """By the number of processes, the numbers of ways."""
 
@@ -73,6 +75,9 @@ def plans(*paths: str) -> None:
         found["ddp"] = [pipelines.run_replicas(RANK, WORLD)]
         found["apart"] = [sharded.tied_apart(RANK, WORLD)]
     else:
+        found["tp_sharded"] = [
+            sharded.run_sharded(seed, RANK, WORLD, *way, shares=seed > 0, tp=2) for seed, way in TP_SHARDED
+        ]
         found["neighbours"] = [pipelines.run_neighbours(RANK, WORLD)]
         found["planned"] = [pipelines.run_plan(path, RANK) for path in paths]
         found["hybrid"] = [sharded.run_hybrid(RANK, WORLD)]
@@ -94,6 +99,19 @@ def meshes(first: str, last: str) -> None:
     seeds = range(int(first), int(last))
     found = [(asdict(mesh), pipelines.run_mesh(seed, mesh, RANK)) for seed in seeds for mesh in every]
     write({"meshes": [{"axes": axes, **one} for axes, one in found]})
+
+
+def tp_sharded(first: str, last: str) -> None:
+    """Random plans where FSDP2 divides the parts of tp ranks, in all ways."""
+    ways = (*WAYS, ("unit", "layers alone"))
+    every = itertools.product(range(int(first), int(last)), ways, (False, True))
+    write(
+        [
+            sharded.run_sharded(seed, RANK, WORLD, *way, shares=shares, tp=2)
+            for seed, way, shares in every
+            if way[1] != "parts" or seed % 2 == 0  # it would untie
+        ]
+    )
 
 
 def families(*names: str) -> None:
@@ -184,6 +202,7 @@ def main() -> None:
         return
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     jobs = {"plans": plans, "random": random_plans, "meshes": meshes, "families": families, "memory": memory}
+    jobs["tp_sharded"] = tp_sharded
     jobs[sys.argv[1]](*sys.argv[3:])
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """Steps of processes among which FSDP2 has divided parameters, beside one process."""
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from tests.support.distances import furthest, whole_of
 from tests.support.pipelines import alone, batch_of, compare, plan_of, replicas_of, runnable, shard, small
 from tests.support.sliced import tiny
+from tests.support.tiny_families import Wide
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,7 @@ from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.main_grads import local
 from varlen.runtime.mesh.fsdp import Shards
 from varlen.runtime.mesh.process_groups import coordinate_of
-from varlen.runtime.split import Elsewhere, cut_to_stage
+from varlen.runtime.split import Elsewhere, cut_to_stage, devices_of, divide_layers
 
 
 def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
@@ -47,15 +48,31 @@ def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -
 
 
 def run_sharded(
-    seed: int, rank: int, world: int, gathered: Any, wraps: str, *, shares: bool = False, cp: int = 1
+    seed: int,
+    rank: int,
+    world: int,
+    gathered: Any,
+    wraps: str,
+    *,
+    shares: bool = False,
+    cp: int = 1,
+    tp: int = 1,
 ) -> dict[str, Any]:
-    """Train by a random plan where FSDP2 has divided parameters among replicas, which may share documents."""
+    """Train by a random plan where FSDP2 has divided parameters among replicas, which may share documents.
+
+    With tp, what it divides are the parts of tp ranks.
+    """
     sharding: Any = "parameters" if gathered == "unit" else "none"
-    mesh = vl.Mesh(dp=2 // cp, cp=cp, pp=world // 2, sharding=sharding)
+    mesh = vl.Mesh(dp=2 // cp, cp=cp, tp=tp, pp=world // 2 // tp, sharding=sharding)
     plan = runnable(plan_of(seed, mesh, shares=shares, most_documents=8 if shares else 4))
-    model = small(seed)
-    cut_to_stage(model, mesh, rank // 2)
-    devices = replicas_of(mesh)
+    wide = Wide if tp > 1 else nullcontext  # as in `run_mesh`
+    with wide():
+        model = small(seed)
+    stage = coordinate_of(mesh, rank).stage
+    cut_to_stage(model, mesh, stage)
+    every = devices_of(mesh, torch.device("cpu"))
+    divide_layers(model, every["tp"] if tp > 1 else None)
+    devices = every["replicas"]
     decoder = model.model
     for layer in decoder.layers if wraps != "root" else ():
         if not isinstance(layer, Elsewhere):
@@ -64,16 +81,20 @@ def run_sharded(
         for part in (decoder.embed_tokens, decoder.norm, model.lm_head):
             if not isinstance(part, Elsewhere):
                 fully_shard(part, mesh=devices)
-    fully_shard(model, mesh=devices)
+    if wraps != "layers alone":
+        fully_shard(model, mesh=devices)
     with pytest.raises(
         SettingError, match="fully_shard has divided the model among processes, and the engine has no mesh"
     ):
         vl.SliceEngine(model)
-    with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)) as engine:
+    held = sum(local(p).numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
+    engine = vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)
+    with wide(), closing(engine):
         counts = [plan.forward.counts.tolist(), plan.backward.counts.tolist()]
-        found: dict[str, Any] = {"shared": plan.num_merged, "splits": plan.splits_backward}
-        found["whole"] = layers_whole_at_once(model, mesh, rank // 2, gathered) if wraps != "root" else None
-        return {"counts": counts, **found, **compare(engine, small(seed), plan, seed)}
+        found: dict[str, Any] = {"shared": plan.num_merged, "splits": plan.splits_backward, "held": held}
+        looks = wraps != "root" and tp == 1
+        found["whole"] = layers_whole_at_once(model, mesh, stage, gathered) if looks else None
+        return {"counts": counts, **found, **compare(engine, small(seed), plan, seed, evened=tp > 1)}
 
 
 def run_half(rank: int, world: int) -> dict[str, Any]:

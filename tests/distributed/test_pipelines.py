@@ -130,7 +130,9 @@ def test_a_model_that_is_divided_otherwise_than_the_mesh_says_is_refused(two):
         "plan": r"(1, 1, 2, 1, 1) and the engine's mesh is (1, 1, 1, 2, 1)",
         "ours, other mesh": "is divided among the ranks [0, 1], and the mesh of this engine has tp=1",
         "heads": "tp=2 doesn't divide the 4 query heads and 1 key heads of this llama model; tp may be 1",
-        "fully_shard": "fully_shard has divided the model, and the mesh has tp above 1",
+        "fully_shard": "fully_shard has divided the model, and tp=2 would divide shards; load the model again, and",
+        "columns": "and fully_shard hasn't divided rows of theirs among all replicas",
+        "both, other mesh": "is divided among the ranks [0, 1], and the mesh of this engine has tp=1",
         "adapter": "model.layers.1.mlp.up_proj is a Sequential",
     }
     for said in both("tp_refused", two):
@@ -162,6 +164,23 @@ def test_shards_train_what_one_process_trains(two, four):
     whole = {tuple(one["whole"]) for one in found if one["whole"] is not None}
     by_unit, by_step = ({(0, *(1, 0) * n, 0) for n in (2, 4)}, {(n,) * (2 * n + 2) for n in (2, 4)})
     assert whole == by_unit | by_step  # one layer at a time, or a stage's all through the step
+
+
+def assert_divided_twice(found: list[dict[str, Any]]) -> None:
+    assert_exact(found)
+    assert max(one["held"] for one in found) < 0.5  # less than tp alone divides
+
+
+def test_shards_of_what_tp_ranks_divide_train_what_one_process_trains(four):
+    assert_divided_twice(both("tp_sharded", four))
+
+
+@pytest.mark.soak
+def test_shards_of_what_tp_ranks_divide_train_what_one_process_trains_in_all_ways(tmp_path):
+    as_ranks(JOB, "tp_sharded", tmp_path, 0, 4, ranks=4, libraries=LIBRARIES)
+
+    for rank in range(4):
+        assert_divided_twice(json.loads((tmp_path / f"{rank}.json").read_text()))
 
 
 def assert_predicted(found: list[dict[str, Any]]) -> None:

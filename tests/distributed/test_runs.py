@@ -237,6 +237,7 @@ def test_all_processes_wrote_their_shard(together):
 
 
 STAGES = {"pp": 2, "quick": "micropack"}
+TENSOR = {"tp": 2, "quick": "micropack"}
 REPLICAS = {"quick": "micropack"}
 DEEP = {
     "model__settings": {
@@ -283,12 +284,14 @@ OTHERS = {
     "ddp": (REPLICAS, {}),
     "half, stages": (STAGES, HALF),
     "half, replicas": (REPLICAS, HALF),
+    "half, tensor": (TENSOR, HALF),
+    "half, tensor shards": (TENSOR, HALF | {"run__parallel": "fsdp"}),
     "shared, ddp": (REPLICAS, FEW),
     "shared, fsdp": (REPLICAS, FEW | {"run__parallel": "fsdp"}),
     "shared, in host memory": (REPLICAS | {"recompute": "selective", "offload": "kv"}, FEW),
     "unshared": (REPLICAS | {"merges": False}, FEW),
 }
-OFTEN = ("half, stages", "shared, fsdp", "unshared")
+OFTEN = ("half, stages", "half, tensor", "shared, fsdp", "unshared")
 """What isn't left to the soak."""
 
 
@@ -309,10 +312,13 @@ def near(one, other):
 def planned_together(store, hardware, planned_alone, tmp_path_factory):
     """Runs of two processes: whole ones, begun and gone on ones, all in one job."""
     folder = tmp_path_factory.mktemp("together")
-    rewound(planned_alone, 2, folder / "chunks from alone")
+    for name in ("chunks from alone", "tp from alone"):
+        rewound(planned_alone, 2, folder / name)
     runs = {
         "stages": planned_table(store, folder / "stages", priced(hardware, **STAGES), **DEEP),
         "cp": planned_table(store, folder / "cp", priced(hardware, cp=2, quick="micropack"), **DEEP),
+        "tp": planned_table(store, folder / "tp", priced(hardware, **TENSOR), **DEEP),
+        "tp from alone": planned_table(store, folder / "tp from alone", priced(hardware, **TENSOR), **DEEP),
         "halves": planned_table(
             store, folder / "halves", priced(hardware, **STAGES), **DEEP | {"run__steps": 2}
         ),
@@ -331,7 +337,9 @@ def planned_together(store, hardware, planned_alone, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("how", ["stages", "cp", "chunks from alone", "fsdp", *mostly([], ["ddp"])])
+@pytest.mark.parametrize(
+    "how", ["stages", "cp", "tp", "tp from alone", "chunks from alone", "fsdp", *mostly([], ["ddp"])]
+)
 def test_two_processes_train_what_one_trains(planned_alone, planned_together, how):
     near(planned_alone, planned_together / how)
 
@@ -359,7 +367,9 @@ def half_alone(store, tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize("how", mostly(["stages"], ["stages", "replicas"]))
+@pytest.mark.parametrize(
+    "how", mostly(["stages", "tensor"], ["stages", "replicas", "tensor", "tensor shards"])
+)
 def test_half_precision_of_two_processes_stays_near_that_of_one(
     planned_alone, half_alone, planned_together, how
 ):
@@ -387,8 +397,9 @@ def test_stages_that_go_on_end_with_the_same_bits(planned_together):
     same_weights(planned_together / "stages", planned_together / "halves")
 
 
-def test_one_process_goes_on_where_stages_stopped(store, planned_together, planned_alone, tmp_path):
-    copy = rewound(planned_together / "stages", 2, tmp_path / "copy")
+@pytest.mark.parametrize("how", ["stages", "tp"])
+def test_one_process_goes_on_where_two_stopped(store, planned_together, planned_alone, tmp_path, how):
+    copy = rewound(planned_together / how, 2, tmp_path / "copy")
 
     notes = run(store, copy, None, **DEEP)
 
@@ -398,14 +409,35 @@ def test_one_process_goes_on_where_stages_stopped(store, planned_together, plann
 
 @pytest.mark.soak
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_pipelines_of_two_stages_train_what_one_process_trains(
-    store, hardware, planned_alone, tmp_path, parallel
+@pytest.mark.parametrize("plan", [STAGES, TENSOR])
+def test_two_replicas_of_two_processes_train_what_one_process_trains(
+    store, hardware, planned_alone, tmp_path, parallel, plan
 ):
-    made = planned_table(store, tmp_path / "run", priced(hardware, **STAGES), **DEEP, run__parallel=parallel)
+    made = planned_table(store, tmp_path / "run", priced(hardware, **plan), **DEEP, run__parallel=parallel)
 
     all_finished(start_ranks([made], 4, tmp_path), tmp_path)
 
     near(planned_alone, tmp_path / "run")
+    copy = rewound(tmp_path / "run", 2, tmp_path / "copy")
+    run(store, copy, None, **DEEP)
+    near(planned_alone, copy)
+
+
+def test_experts_whose_division_checkpoints_cannot_hold_are_refused(store, hardware, tmp_path):
+    sizes = {"num_local_experts": 2, "num_key_value_heads": 2}
+    experts = {"model__type": "mixtral", "model__settings": DEEP["model__settings"] | sizes}
+    made = planned_table(store, tmp_path / "run", priced(hardware, **TENSOR), **DEEP | experts)
+
+    for process in start_ranks([made], 2, tmp_path):
+        process.join(240)
+        assert process.exitcode == 1
+
+    for rank in range(2):
+        said = (tmp_path / f"rank{rank}.txt").read_text()
+        assert said.startswith(
+            "ModelError: tp divides model.layers.0.mlp.experts.gate_up_proj in interleaved rows (4 "
+        )
+        assert "set plan.tp = 1, and divide the model by plan.pp" in said
 
 
 @pytest.mark.parametrize("steps", mostly([40], [40, 200]))

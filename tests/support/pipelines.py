@@ -21,7 +21,8 @@ from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -30,7 +31,7 @@ from varlen.errors import SettingError, VarlenError
 from varlen.plan.check import check_contents, check_plan
 from varlen.runtime.main_grads import local
 from varlen.runtime.mesh.process_groups import coordinate_of, open_groups
-from varlen.runtime.split import Elsewhere, cut_to_stage
+from varlen.runtime.split import Elsewhere, cut_to_stage, devices_of, divide_layers
 from varlen.runtime.step import check_order, layers_of
 from varlen.step_plan import StepPlan
 
@@ -178,8 +179,10 @@ def load(model: Any, weights: dict[str, torch.Tensor]) -> None:
         for name, held in model.state_dict().items():
             its = weights[name]
             if isinstance(held, DTensor):
-                its = distribute_tensor(its, held.device_mesh, held.placements, src_data_rank=None)
-            local(held).copy_(local(its))
+                how = (held.device_mesh, held.placements)
+                sizes, first = compute_local_shape_and_global_offset(its.shape, *how)
+                its = its[tuple(slice(begin, begin + size) for begin, size in zip(first, sizes))]
+            local(held).copy_(its)
 
 
 def run_random_plan(seed: int, rank: int, world: int, most_documents: int = 4) -> dict[str, Any]:
@@ -271,6 +274,14 @@ def refusals_of_tp(rank: int, world: int) -> dict[str, str]:
     sharded = small(0)
     fully_shard(sharded, mesh=devices)
     tried("fully_shard", sharded, **here)
+    odd, every = small(0), devices_of(mesh, torch.device("cpu"))
+    divide_layers(odd, every["tp"])
+    fully_shard(odd, mesh=every["replicas"], shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    with ended(odd, mesh, rank) as engine:
+        with pytest.raises(VarlenError) as refused:
+            engine.step(batch_of(plan), plan)
+        said["columns"] = f"{type(refused.value).__name__}: {refused.value}"
+    tried("both, other mesh", odd, **{**here, "mesh": vl.Mesh(dp=world)})
     adapted = small(0)
     adapted.model.layers[1].mlp.up_proj = torch.nn.Sequential(adapted.model.layers[1].mlp.up_proj)
     tried("adapter", adapted, **here)

@@ -39,6 +39,8 @@ from varlen.train import affordable as affordable_module
 from varlen.train import plans as pricing
 from varlen.train.affordable import affordable
 from varlen.train.plans import WIDE, with_wide_rows
+from varlen.train.settings import OptimizerSettings
+from varlen.train.step import make_optimizer
 from varlen.train.trainer import train
 
 STEPS = 200 if IS_SOAK else 60
@@ -311,8 +313,16 @@ def test_a_machine_is_measured_once_and_its_rates_are_kept(store, tmp_path):
             "plan.pp = 2 stages of plan.cp = 3 processes each, and there is 1 process; start 6, or set a plan.pp and "
             "plan.cp whose product divides 1",
         ),
+        (
+            {"pp": 2, "cp": 3, "tp": 2},
+            {},
+            "plan.pp = 2 stages of plan.cp = 3 x plan.tp = 2 processes each, and there is 1 process; start 12, or "
+            "set a plan.pp, plan.cp and plan.tp whose product divides 1",
+        ),
         ({"slice_tokens": 8, "cp": 2}, {}, "and plan.cp = 2 needs one; leave one of them out"),
+        ({"slice_tokens": 8, "tp": 2}, {}, "and plan.tp = 2 needs one; leave one of them out"),
         ({"cp": 0}, {}, "plan.cp must be at least 1"),
+        ({"tp": 0}, {}, "plan.tp must be at least 1"),
         ({"pp": 0}, {}, "plan.pp must be at least 1"),
         ({"slice_tokens": 0}, {}, "plan.slice_tokens must be a whole number of tokens from 1"),
         (
@@ -344,6 +354,18 @@ def test_what_goes_not_together_is_refused_in_a_sentence(store, tmp_path, plan, 
 
     assert words in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_parameters_of_one_mesh_are_updated_together():
+    held = [torch.nn.Parameter(torch.ones(sizes)) for sizes in ((2, 2), (2, 2), (2,), (2,))]
+    held[1].device_mesh = held[2].device_mesh = (
+        "tp"  # as a matrix and its bias, beside an embedding and a norm
+    )
+
+    groups = make_optimizer(held, OptimizerSettings(weight_decay=0.5), torch.device("cpu")).param_groups
+
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.5, 0.0, 0.0]
+    assert [[id(p) for p in group["params"]] for group in groups] == [[id(p)] for p in held]
 
 
 def test_dropout_is_refused_before_anything_is_trained(store, tmp_path):
@@ -415,7 +437,9 @@ def test_what_settings_say_of_recomputation_and_offloading_is_kept():
         words = f'plan.recompute = "{recompute}" and plan.offload = "{offload}" limit what fits'
         with pytest.raises(PlanError, match=words):
             kept_by(least, recompute, offload)
-    with pytest.raises(PlanError, match=r"would fit, or a mesh of cp=2; a run has no tp: "):
+    with pytest.raises(
+        PlanError, match=r"would fit, or a mesh of cp=2; what divides a run is plan\.pp, plan\.cp, "
+    ):
         kept_by(BIG.replace(hardware=replace(CARD, memory_bytes=150e9)), "auto", "auto")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from varlen.counts import many
 from varlen.errors import SettingError
@@ -63,6 +63,9 @@ class Masters:
         if mesh is None or isinstance(parameter, DTensor) or parameter.ndim == 0:
             if not is_narrow(parameter):
                 return _Pair(name, parameter, parameter)
+            if isinstance(parameter, DTensor) and not isinstance(weight, DTensor):
+                mesh, how = parameter.device_mesh, parameter.placements
+                weight = distribute_tensor(weight.to(parameter.device), mesh, how, src_data_rank=None)
             return _Pair(name, parameter, nn.Parameter(weight.to(parameter.device, dtype, copy=True)))
         rows = -(-len(weight) // mesh.size())  # as `Shard` divides them
         first = mesh.get_local_rank() * rows

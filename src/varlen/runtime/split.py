@@ -160,8 +160,8 @@ def _of_other_stages(model: Any, parts: DecoderParts, mesh: Mesh, stage: int) ->
 #     layers        heads and columns, sums over ranks inside ◄┘ transformers' plan
 #     norm, head    rows of the vocabulary ──► maxima and sums over ranks ──► loss
 #
-# What is divided is a DTensor; what isn't, such as norms, all ranks hold and compute alike. (Megatron-LM: Shoeybi et
-# al. 2019, arXiv 1909.08053.)
+# What is divided is a DTensor; what isn't, such as norms, all ranks hold and compute alike. `fully_shard` comes after
+# it, and divides what each tp rank has among the replicas. (Megatron-LM: Shoeybi et al. 2019, arXiv 1909.08053.)
 
 _PARTIAL = "replicated_with_grad_allreduce"
 """transformers' style of norms of single heads: each rank's gradient is of its own heads. It sums `.grad` whenever
@@ -171,6 +171,20 @@ _SPLITTING = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_inpu
 _MARK = "_divided_by_varlen"
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How tensor parallelism has divided a model's parameters."""
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]  # of what is divided; FSDP2's parameters are DTensors too
+
+
+def division_of(model: Any) -> Division | None:
+    """Return how `divide_layers` has divided a model; None for another one."""
+    found: Division | None = getattr(model, _MARK, None)
+    return found
+
+
 def devices_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """Return the mesh's processes as PyTorch's (pp, replicas, tp), replicas being dp x cp; all call it at once."""
     shape = (mesh.pp, mesh.dp * mesh.cp, mesh.tp)
@@ -178,14 +192,19 @@ def devices_of(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 
 def is_divided(model: Any) -> bool:
-    """Return whether tensor parallelism has divided any of a model's parameters; FSDP2's are DTensors too."""
-    if not isinstance(model, nn.Module) or any(isinstance(module, FSDPModule) for module in model.modules()):
+    """Return whether tensor parallelism has divided any of a model's parameters."""
+    if not isinstance(model, nn.Module):
         return False
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if division_of(model) is not None:
+        return True
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return not is_sharded and any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def divide_layers(model: Any, devices: DeviceMesh | None) -> list[str]:
-    """Divide in place what a stage holds among tp ranks, unless a former engine has done so.
+    """Divide in place what a stage holds among tp ranks, unless that was done before; `SliceEngine` does it too.
+
+    To shard what each rank has by `fully_shard`, divide the model first, by the same `devices_of`.
 
     Args:
         devices: the tp ranks; None where there is one.
@@ -207,7 +226,8 @@ def divide_layers(model: Any, devices: DeviceMesh | None) -> list[str]:
         apply_tensor_parallelism(model, devices, {n: how for n, how in styles.items() if how != _PARTIAL})
         if is_tied:
             head.weight = embedding.weight
-        setattr(model, _MARK, True)
+        names = tuple(name for name, p in model.named_parameters() if isinstance(p, DTensor))
+        setattr(model, _MARK, Division(tuple(devices.mesh.tolist()), names))
     return [name for name, _ in model.named_parameters() if name in partial]
 
 
@@ -252,10 +272,10 @@ def _check_divisible(model: Any, parts: DecoderParts, ranks: int) -> None:
         raise SettingError(
             "tp needs transformers 5.23 or later, which divides models; install it, or take tp=1"
         )
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if division_of(model) is None and any(isinstance(module, FSDPModule) for module in model.modules()):
         raise SettingError(
-            "fully_shard has divided the model, and the mesh has tp above 1; the engine runs either: leave "
-            'fully_shard out and take sharding="optimizer", or take tp=1'
+            f"fully_shard has divided the model, and tp={ranks} would divide shards; load the model again, and call "
+            "divide_layers of varlen.runtime.split before fully_shard, or take tp=1"
         )
     if not parts.head_is_plain:
         raise ModelError(
@@ -277,15 +297,16 @@ def check_division(model: Any, devices: DeviceMesh | None) -> None:
     if not is_divided(model):
         return
     ranks = [] if devices is None else devices.mesh.tolist()
-    name, parameter = next((n, p) for n, p in model.named_parameters() if isinstance(p, DTensor))
-    its = parameter.device_mesh.mesh.flatten().tolist()
-    if not hasattr(model, _MARK):
+    division = division_of(model)
+    if division is None:
+        name, parameter = next((n, p) for n, p in model.named_parameters() if isinstance(p, DTensor))
+        size = parameter.device_mesh.size()
         raise ModelError(
-            f"{name} is divided among {len(its)} processes, not by the engine; give it the undivided model and the "
-            f"mesh (vl.Mesh(tp={len(its)}, ...)), and it divides the model in place"
+            f"{name} is divided among {size} processes, not by the engine; give it the undivided model and the "
+            f"mesh (vl.Mesh(tp={size}, ...)), and it divides the model in place"
         )
-    if its != ranks:
+    if list(division.ranks) != ranks:
         raise ModelError(
-            f"{name} is divided among the ranks {its}, and the mesh of this engine has {ranks or 'tp=1'}; load the "
-            "model again"
+            f"{division.names[0]} is divided among the ranks {list(division.ranks)}, and the mesh of this engine has "
+            f"{ranks or 'tp=1'}; load the model again"
         )

@@ -48,7 +48,7 @@ def affordable(
         if mesh.dp > 1 and not search.merges:
             more.append("plan.merges = true would let ranks share documents")
         if error.axes & {"cp", "tp"}:
-            more.append('a run has no tp: what divides it is plan.pp, plan.cp and run.parallel = "fsdp"')
+            more.append('what divides a run is plan.pp, plan.cp, plan.tp and run.parallel = "fsdp"')
         if not more:
             raise
         raise PlanError("; ".join([str(error), *more])) from None

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from varlen.batch.packed import PackedBatch
 from varlen.cost.hardware import Hardware, load_hardware, save_hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape, check_mesh
 from varlen.counts import many
-from varlen.errors import SettingError, StateError
+from varlen.errors import ModelError, SettingError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.plans import GivenPlans, PlansOfAnotherRank, choice_of
 from varlen.feed.state import PLANS
@@ -30,7 +31,7 @@ from varlen.regular import read_regular
 from varlen.runtime.calibrate import calibrate
 from varlen.runtime.engine import SLICE_TOKENS, SliceEngine
 from varlen.runtime.mesh.process_groups import coordinate_of
-from varlen.runtime.split import cut_to_stage, devices_of
+from varlen.runtime.split import cut_to_stage, devices_of, divide_layers
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh, Offload, Recompute, Sharding, StepPlan
 from varlen.train.model import as_saved
@@ -94,18 +95,9 @@ class RunPlans:
 
 def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
     """Return how the processes of a run are arranged."""
-    each = plan.pp * plan.cp
+    each = plan.pp * plan.cp * plan.tp
     if world_size % each:
-        below, above = world_size - world_size % each, world_size + each - world_size % each
-        near = f"{below:,} or {above:,}" if below else f"{above:,}"
-        words = f"plan.pp = {plan.pp} stages" + (
-            f" of plan.cp = {plan.cp} processes each" if plan.cp > 1 else ""
-        )
-        raise SettingError(
-            f"{words}, and there {'is' if world_size == 1 else 'are'} {many(world_size, 'process', 'processes')}; "
-            f"start {near}, or set a plan.pp {'and plan.cp whose product' if plan.cp > 1 else 'that'} divides "
-            f"{world_size:,}"
-        )
+        raise SettingError(_of_other_processes(plan, world_size, each))
     if plan.slice_tokens is not None and world_size > 1:
         raise SettingError(
             f"plan.slice_tokens is for one process, and there are {world_size:,}; leave it out: several run slices "
@@ -117,7 +109,24 @@ def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
     )
     if dp * plan.cp == 1:
         sharding = "none"
-    return Mesh(dp=dp, pp=plan.pp, cp=plan.cp, virtual_stages=plan.virtual_stages, sharding=sharding)
+    return Mesh(
+        dp=dp, pp=plan.pp, cp=plan.cp, tp=plan.tp, virtual_stages=plan.virtual_stages, sharding=sharding
+    )
+
+
+def _of_other_processes(plan: PlanSettings, world_size: int, each: int) -> str:
+    """Return the sentence that refuses a number of processes that isn't a multiple of a pipeline's."""
+    below, above = world_size - world_size % each, world_size + each - world_size % each
+    near = f"{below:,} or {above:,}" if below else f"{above:,}"
+    inner = [name for name in ("cp", "tp") if getattr(plan, name) > 1]
+    held = " x ".join(f"plan.{name} = {getattr(plan, name)}" for name in inner)
+    *first, last = [f"plan.{name}" for name in ("pp", *inner)]
+    named = f"{', '.join(first)} and {last} whose product" if first else f"{last} that"
+    return (
+        f"plan.pp = {plan.pp} stages{f' of {held} processes each' if inner else ''}, and there "
+        f"{'is' if world_size == 1 else 'are'} {many(world_size, 'process', 'processes')}; start {near}, or set a "
+        f"{named} divides {world_size:,}"
+    )
 
 
 def has_masters(run: RunSettings) -> bool:
@@ -148,6 +157,7 @@ def plans_of(
     method = plan.method or "micropack"
     words = f'"{method}" on dp {mesh.dp} x pp {mesh.pp}'
     words += f" x cp {mesh.cp}" if mesh.cp > 1 else ""
+    words += f" x tp {mesh.tp}" if mesh.tp > 1 else ""
     words += f" x {mesh.virtual_stages} chunks" if mesh.virtual_stages > 1 else ""
     words += f', recompute "{plan.recompute}", offload "{plan.offload}"'
     words += ", no shared documents" if mesh.dp > 1 and not plan.merges else ""
@@ -270,7 +280,7 @@ def _narrow(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine:
-    """Cut a model to this process's stage, shard it if settings say so, and return the engine of it."""
+    """Cut a model to this process's stage, divide and shard it if settings say so, and return the engine of it."""
     plan, run = settings.plan, settings.run
     assert plan is not None, "such a run is planned"
     mesh = mesh_of(plan, run, ranks.world_size)
@@ -278,11 +288,30 @@ def _engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine
     if mesh.num_gpus == 1 and not is_sharded:
         return SliceEngine(model.to(ranks.device))
     cut_to_stage(model, mesh, coordinate_of(mesh, ranks.rank).stage)
-    if is_sharded:
-        sharded(model, run, ranks.device, devices_of(mesh, ranks.device)["replicas"])
+    devices = devices_of(mesh, ranks.device) if is_sharded or mesh.tp > 1 else None
+    if devices is not None and mesh.tp > 1:  # before the whole model is on the device
+        divide_layers(model, devices["tp"])
+        _check_saved(model)
+    if devices is not None and is_sharded:
+        sharded(model, run, ranks.device, devices["replicas"])
     else:
         model.to(ranks.device)
     return SliceEngine(model, mesh=mesh, rank=ranks.rank, deadline_s=run.timeout_s)
+
+
+def _check_saved(model: Any) -> None:
+    """Refuse a model whose division checkpoints can't hold: a file has one block of each tensor."""
+    odd = [
+        name
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+        and any(hasattr(how, "split_factor") for how in parameter.placements)
+    ]
+    if odd:
+        raise ModelError(
+            f"tp divides {odd[0]} in interleaved rows ({many(len(odd), 'parameter is', 'parameters are')} so), which "
+            'checkpoints can\'t hold; set plan.tp = 1, and divide the model by plan.pp or run.parallel = "fsdp"'
+        )
 
 
 # The hardware that plans are priced by: given by a name or a file, or measured once on this machine.

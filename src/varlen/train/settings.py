@@ -200,8 +200,9 @@ class PlanSettings:
     """`[plan]`: run steps in slices, by plans made in advance; may be empty. Without it, whole packs are trained.
 
     One process runs slices of `slice_tokens` unless a method or hardware is set. Several processes are a mesh of `pp`
-    stages, `cp` processes that share every document, and as many data-parallel ranks as remain; `run.parallel` sets
-    how ranks share a stage. A plan determines the MicroPacks of a step, so `data.micro_batch_size` has no effect.
+    stages, `cp` processes that share every document, `tp` processes that share every layer, and as many data-parallel
+    ranks as remain; `run.parallel` sets how ranks share a stage. A plan determines the MicroPacks of a step, so
+    `data.micro_batch_size` has no effect.
     """
 
     method: PlanMethod | None = None
@@ -211,7 +212,9 @@ class PlanSettings:
     pp: int = 1
     """Pipeline stages; must divide the number of processes."""
     cp: int = 1
-    """Processes that share every document of a stage; `pp * cp` must divide the number of processes."""
+    """Processes that share every document of a stage; `pp * cp * tp` must divide the number of processes."""
+    tp: int = 1
+    """Processes that share every layer of a stage, and must divide its heads (needs transformers 5.23)."""
     virtual_stages: int = 1
     """Chunks of layers per stage."""
     hardware: str = "auto"
@@ -240,7 +243,7 @@ class PlanSettings:
     """How long a run waits for its first plan, and for one that is made again after a stop."""
 
     def __post_init__(self) -> None:
-        for name in ("slice_tokens", "pp", "cp", "virtual_stages", "least_rows", "ahead"):
+        for name in ("slice_tokens", "pp", "cp", "tp", "virtual_stages", "least_rows", "ahead"):
             if getattr(self, name) is not None:
                 _check_range(f"plan.{name}", getattr(self, name), 1)
         for name, highest in (("calibrate_s", None), ("deadline_s", None), ("memory_fraction", 1)):
@@ -271,7 +274,9 @@ class PlanSettings:
             return f'plan.method = "{self.method}"'
         if self.hardware != "auto":
             return f'plan.hardware = "{self.hardware}"'
-        above = [f"plan.{name} = {getattr(self, name)}" for name in ("pp", "cp") if getattr(self, name) > 1]
+        above = [
+            f"plan.{name} = {getattr(self, name)}" for name in ("pp", "cp", "tp") if getattr(self, name) > 1
+        ]
         return above[0] if above else ""
 
 

@@ -278,15 +278,21 @@ def _block_sum(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tenso
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], settings: OptimizerSettings, device: torch.device
 ) -> torch.optim.AdamW:
-    """Return AdamW over parameters, of which only matrices decay."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    """Return AdamW over parameters, of which only matrices decay.
+
+    A fused update takes tensors of one mesh; what only some ranks divide has groups of its own.
+    """
+    groups: dict[tuple[bool, Any], list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            mesh = getattr(parameter, "device_mesh", None)
+            groups.setdefault((parameter.ndim < 2, mesh), []).append(parameter)
     fused = device.type in ("cpu", "cuda")
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": held, "weight_decay": 0.0 if is_vector else settings.weight_decay}
+            for (is_vector, _), held in sorted(groups.items(), key=lambda group: group[0][0])
+        ],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,

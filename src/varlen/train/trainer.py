@@ -384,9 +384,12 @@ def open_loader(
     given: dict[str, Any] = {field.name: getattr(data, field.name) for field in fields(data)}
     given = {name: value for name, value in given.items() if value is not None}
     rank, world_size = ranks.rank, ranks.world_size
-    if settings.plan is not None:  # the stages and cp ranks of a data-parallel rank have the same documents
-        world_size //= settings.plan.pp * settings.plan.cp
-        rank = rank // settings.plan.cp % world_size
+    if (
+        settings.plan is not None
+    ):  # the stages, cp and tp ranks of a data-parallel rank have the same documents
+        sharing = settings.plan.cp * settings.plan.tp
+        world_size //= settings.plan.pp * sharing
+        rank = rank // sharing % world_size
         given.pop("micro_batch_size", None)
         given["mode"] = "indexed" if data.mode in (None, "auto") else data.mode
     source, _ = given.pop("source"), given.pop("tokenizer", None)

@@ -4,12 +4,15 @@ FSDP2's own hooks gather a module before its forward pass, and reduce its gradie
 backward task also runs layers forward again, and replicas without rows take part. So modules are called without
 their hooks: this file gathers, releases and reduces them. Gradients add up in float32, in each rank's part. (FSDP2:
 Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, by its public calls `unshard` and `reshard`.)
+
+Of a parameter that tp ranks had divided before, all this is about this rank's part: the last axis of its mesh is
+tp's, and gathered over the others it is a DTensor of tp alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -117,13 +120,20 @@ class Shards(Units):
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
         *,
         splits_backward: bool = False,
+        divided: Collection[str] = (),
     ) -> None:
+        """Take a stage's model; `divided` names what tp ranks divide."""
         self._parts, self._replicas, self._waiting = parts, replicas, waiting
+        self._divided = divided
         self._by_step = gathered == "step"
         config: Any = model.config
         self._ties = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+        self._sharded = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if isinstance(parameter, DTensor) and not (name in divided and parameter.device_mesh.ndim == 1)
+        }
         self._check()
         self._own = {id(module): list(_own(model, module)) for module in self._modules}
         self._reduced: dict[int, list[str]] = {}
@@ -253,7 +263,7 @@ class Shards(Units):
             held = [learning[id(parameter)] for parameter in bucket]
             found = {n: self._whole[n] for n in held}
             self._has |= {n for n, p in found.items() if p.grad is not None or gradient_of(p) is not None}
-            if not all(_is_by_rows(self._sharded[n], self._replicas) for n in held):
+            if not all(map(self._is_by_rows, held)):
                 for name in held:
                     self._add(name, self._scattered(name))
                 continue
@@ -317,18 +327,32 @@ class Shards(Units):
                 "embedding and head share a weight, and fully_shard was called on one of them, which unties them; "
                 "call it on whole layers and on the model, so that both stay tied"
             )
-        others = [n for n, p in self._sharded.items() if p.device_mesh.size() != self._replicas.size]
+        others = [n for n in self._sharded if self._mesh_of(n).numel() != self._replicas.size]
         if others:
             raise SettingError(
-                f"{others[0]} is divided among {self._sharded[others[0]].device_mesh.size()} processes, and the "
+                f"{others[0]} is divided among {self._mesh_of(others[0]).numel()} processes, and the "
                 f"stage has {self._replicas.size} replicas; give fully_shard the device mesh of the stage's replicas"
             )
+        odd = [n for n in self._sharded if n in self._divided and not self._is_by_rows(n)]
+        if odd:
+            raise SettingError(
+                f"tp ranks divide {odd[0]}, and fully_shard hasn't divided rows of theirs among all replicas "
+                f"({len(odd):,} parameters are so); give it the one axis of all replicas, and no shard_placement_fn"
+            )
 
+    def _mesh_of(self, name: str) -> torch.Tensor:
+        """Return the ranks of the mesh that `fully_shard` was given for a parameter."""
+        mesh = self._sharded[name].device_mesh
+        return mesh.mesh[..., mesh.get_local_rank(mesh.ndim - 1)] if name in self._divided else mesh.mesh
 
-def _is_by_rows(sharded: Any, replicas: Group) -> bool:
-    """Return whether replicas divide a parameter's rows in their own order."""
-    is_divided: bool = sharded.placements == (Shard(0),)
-    return is_divided and sharded.device_mesh.mesh.tolist() == list(replicas.ranks)
+    def _is_by_rows(self, name: str) -> bool:
+        """Return whether replicas divide a parameter's rows in their own order."""
+        placements = self._sharded[name].placements
+        if name not in self._divided:
+            is_divided = placements == (Shard(0),)
+        else:  # strided, where tp ranks divide rows as well: the rows of each of them are divided
+            is_divided = len(placements) == 2 and getattr(placements[0], "dim", None) == 0
+        return is_divided and self._mesh_of(name).tolist() == list(self._replicas.ranks)
 
 
 def _unhooked(module: Any) -> Any:

@@ -179,16 +179,16 @@ RowSums = Callable[[], Sequence[torch.Tensor]]
 def begin_row_sums(parameters: Sequence[Any], peers: ProcessPeers) -> RowSums:
     """Begin to sum gradients of one dtype over ranks, and remove them; all ranks call it in one order.
 
-    A parameter without a gradient counts as zeros.
+    A parameter without a gradient counts as zeros. Of one that tp ranks divide, rows are those of this rank's part.
     """
-    lengths = [row_length(parameter.shape, peers.size) for parameter in parameters]
+    lengths = [row_length(local(parameter).shape, peers.size) for parameter in parameters]
     parts = _as_message(parameters[0], peers.size, lengths[0]) if len(parameters) == 1 else None
     if parts is None:
         like = parameters[0]
         parts = torch.zeros(peers.size, sum(lengths), dtype=wide(like.dtype), device=like.device)
         for parameter, into in zip(parameters, torch.split(parts, lengths, 1)):
             if (found := take_gradient(parameter)) is not None:
-                for own, rows in zip(into, torch.split(found.reshape(-1), into.shape[1])):
+                for own, rows in zip(into, torch.split(local(found).reshape(-1), into.shape[1])):
                     own[: len(rows)] = rows
             del found  # not alive beside the next one
     end = peers.begin_reduce_scatter(parts)
@@ -198,10 +198,10 @@ def begin_row_sums(parameters: Sequence[Any], peers: ProcessPeers) -> RowSums:
 def _as_message(parameter: Any, ranks: int, length: int) -> torch.Tensor | None:
     """Remove a gradient that can be sent as it is, and return it, `[ranks, length]`; None if it can't."""
     found = gradient_of(parameter)
-    if found is None or found.numel() != ranks * length or found.dtype != wide(found.dtype):
+    if found is None or found.dtype != wide(found.dtype) or local(found).numel() != ranks * length:
         return None
     set_gradient(parameter, None)
-    return found.reshape(ranks, length)
+    return local(found).reshape(ranks, length)
 
 
 def sum_tied(weight: torch.Tensor, rows: torch.Tensor | None, group: Group) -> None:
@@ -221,15 +221,16 @@ def sum_partial(parameters: Mapping[str, Any], rows: Mapping[str, torch.Tensor],
     """Sum gradients of which each tp rank has a part; all ranks have run the same tasks, so all have one or none.
 
     Args:
-        rows: of gradients that replicas divide, this rank's rows, which are those of the other tp ranks.
+        rows: of gradients that replicas divide, this rank's rows, which are those of the other tp ranks, as FSDP2's
+            shards are.
     """
     for name, parameter in parameters.items():
         if name in rows:
             group.sum(rows[name])
         elif (found := gradient_of(parameter)) is not None:
-            total = found.contiguous()
+            total = local(found).contiguous()
             group.sum(total)
-            set_gradient(parameter, total)
+            local(found).copy_(total)
 
 
 def scattered(whole: torch.Tensor, like: Any) -> torch.Tensor:
@@ -248,7 +249,7 @@ def squares(parameters: Mapping[str, torch.Tensor], device: torch.device, holder
     groups: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
     for parameter in parameters.values():
         given, parts = parameter.grad, 1
-        if isinstance(given, DTensor):  # of FSDP2, of masters or of tp, whose mesh is of other processes
+        if isinstance(given, DTensor):  # of FSDP2, of masters, of tp or of two of them
             sizes = (
                 given.device_mesh.size(n) for n, how in enumerate(given.placements) if not how.is_replicate()
             )

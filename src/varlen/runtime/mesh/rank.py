@@ -36,7 +36,14 @@ from varlen.runtime.mesh.gradients import Reduction
 from varlen.runtime.mesh.process_groups import Groups, MeshCoordinate, coordinate_of, in_axes, open_groups
 from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, shared_documents
 from varlen.runtime.probe import admit
-from varlen.runtime.split import check_division, cut_to_stage, devices_of, divide_layers, stage_dtype
+from varlen.runtime.split import (
+    check_division,
+    cut_to_stage,
+    devices_of,
+    divide_layers,
+    division_of,
+    stage_dtype,
+)
 from varlen.runtime.stage_run import StageRunner
 from varlen.runtime.step import StepRun, check_order, chunk_steps, layers_of
 from varlen.step_plan import Mesh, StepPlan
@@ -337,8 +344,11 @@ class MeshRank:
 
     def _shards(self, model: Any, parts: DecoderParts, groups: Groups, plan: StepPlan) -> Shards:
         """Return the parameters that FSDP2 divides, for one step."""
-        waiting, is_split = self._wait_reporter.waiting, plan.splits_backward
-        return Shards(model, parts, groups.replicas, self._gathered, waiting, splits_backward=is_split)
+        waiting, is_split, division = self._wait_reporter.waiting, plan.splits_backward, division_of(model)
+        divided = () if division is None else division.names
+        return Shards(
+            model, parts, groups.replicas, self._gathered, waiting, splits_backward=is_split, divided=divided
+        )
 
     def _shared(self, groups: Groups, plan: StepPlan) -> dict[int, SharedDocument]:
         """Return the documents of a plan that this process shares with others of its stage."""
