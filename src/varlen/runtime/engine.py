@@ -138,7 +138,7 @@ class SliceEngine:
                 host memory, and with saved="stage" what went into the first layer.
             weighting: of targets, as `PackedBatch.loss_weights` says.
             kernels: what computes attention: PyTorch's dense kernels ("sdpa"), and on CUDA its variable-length one
-                ("varlen"), "flash_attn_3", "flash_attn", "flex", or the first of these that can.
+                ("varlen"), "flash_attn_3", "cudnn", "flash_attn", "flex", or whichever of these can and is fastest.
             mesh: how the job's GPUs are arranged; None for this process alone, which runs plans of any mesh.
             rank: of this process among all, `((stage * dp + dp rank) * cp + cp rank) * tp + tp rank`; needed with a
                 mesh.
