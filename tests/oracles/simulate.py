@@ -12,16 +12,19 @@ from numpy.typing import NDArray
 from tests.oracles.simulate_dispatch import dispatch as dispatch
 from varlen.cost.memory import (
     AHEAD,
+    AHEAD_TOKENS,
     ANY,
     BACKWARD_COUNTS,
     BACKWARD_KEYS,
     BEFORE,
     CLOSED,
     COPIED,
+    EARLY,
     FORWARD_COUNTS,
     GATHERED,
     HEAD,
     KEYS,
+    KNOWN,
     LOGIT_ROWS,
     MOVED,
     NEAR,
@@ -143,6 +146,7 @@ def forward_counts(
             ahead = (0 if start else lengths[document]) - (stop - start)
             counts[[OWN, AHEAD, NEAR], pack] += np.array([stop - start, ahead, stop]) / share
         _gathered(counts, pack, [one[1:3] for one in table[first:last]], cp)
+        counts[EARLY, pack] = _ahead(table[first:last], cp)[0]
         for (start, stop, ranks, _), of_both in zip(table[first:last], whole[first:last].tolist()):
             counts[WHOLE, pack] += (stop - start) / float(ranks * cp) * of_both
     _in_turn(counts, rank_offsets)
@@ -187,6 +191,7 @@ def backward_counts(
             counts[KEYS, pack] = max(counts[KEYS, pack], keys)
             counts[MOVED, pack] = max(counts[MOVED, pack], keys, moved)
         _gathered(counts, pack, [one[1:3] for one in mine], cp)
+        counts[[EARLY, KNOWN], pack] = _ahead(mine, cp)
         if taken > 1:
             counts[COPIED, pack] = counts[OWN, pack] - counts[RETURNED, pack]
         counts[HEAD, pack], counts[ANY, pack] = min(counts[OWN, pack], LOGIT_ROWS), counts[OWN, pack] > 0
@@ -199,6 +204,18 @@ def _in_turn(counts: Float64, rank_offsets: Int32) -> None:
     for first, last in pairwise(rank_offsets.tolist()):
         some = first + np.flatnonzero(counts[OWN, first:last])
         counts[NEXT, some[:-1]], counts[BEFORE, some[1:]] = counts[OWN, some[1:]], counts[OWN, some[:-1]]
+
+
+def _ahead(pieces: list[tuple[int, ...]], cp: int) -> tuple[float, float]:
+    """Where the slice that is gathered ahead starts and stops, times what a rank of those that share it holds.
+
+    It is the longest shared one, if it is not too long and no other ends in its second half.
+    """
+    shared = sorted((piece for piece in pieces if piece[2] > 1), key=lambda piece: piece[1])
+    if not shared or shared[-1][1] > AHEAD_TOKENS or any(2 * one[1] > shared[-1][1] for one in shared[:-1]):
+        return 0.0, 0.0
+    start, stop, ranks, *_ = shared[-1]
+    return start * (1.0 + 1.0 / (ranks * cp)), stop * (1.0 + 1.0 / (ranks * cp))
 
 
 def _gathered(counts: Float64, pack: int, ends: list[tuple[int, ...]], cp: int) -> None:

@@ -40,7 +40,18 @@ class ThreadPeers:
         self._table, self.rank, self.size = table, rank, len(table.given)
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._meet(rows))
+        return self.begin_all_gather(rows)()
+
+    def begin_all_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """What a gather takes is taken when it begins; threads meet when it ends."""
+        out = rows.new_empty(self.size, *rows.shape)
+
+        def wait() -> torch.Tensor:
+            for into, given in zip(out, self._meet(rows)):
+                into.copy_(given)
+            return out
+
+        return wait
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
         assert len(parts) == self.size

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import varlen as vl
 from varlen.attention import rectangles, tiles
-from varlen.cost.memory import Saved
+from varlen.cost.memory import BACKWARD_COUNTS, EARLY, FORWARD_COUNTS, KNOWN, Saved
 from varlen.cost.shape import ModelShape
 from varlen.errors import DeviceMemoryError, VarlenError
 from varlen.plan.one_gpu import one_gpu_plan
@@ -39,6 +39,7 @@ from varlen.runtime.mesh.channels import Channels
 from varlen.runtime.mesh.shared_documents import groups_of, shared_documents
 from varlen.runtime.stage_run import StageRunner, Took, is_out_of_memory, rows_that_fit
 from varlen.runtime.step import chunk_steps, layers_of, run_step, step_data
+from varlen.simulate.memory import plan_bytes
 from varlen.simulate.schedules import interleaved, sliced
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Mesh, StepPlan
 from varlen.types import FloatArray
@@ -512,6 +513,44 @@ def test_ranks_that_share_a_document_hold_what_is_predicted(name, recompute, sav
     cuts: list[list[Slice]] = [[(0, *each)] for each in pairwise(range(0, 1601, 1600 // count))]
     plan = plan_of([1600], [(0, ranks)], [cuts] * ranks, [cuts[::-1]] * ranks, recompute=recompute)
     check(name, replace(plan, offload=offload), saved)
+
+
+@pytest.mark.parametrize("name", mostly(["wide"], MODELS))
+@pytest.mark.parametrize(("recompute", "share"), [("none", 1.0), ("full", 1.0), ("full", 0.5)])
+@pytest.mark.parametrize("other", [300, 900])
+def test_what_ranks_gather_ahead_is_predicted_beside_other_documents(name, recompute, share, other):
+    """A short shared document leaves room to gather the long one ahead, and a longer one doesn't."""
+    first, last = [(0, 0, 400)], [(0, 1000, 1600)]
+    forward = [[first, [(0, 400, 1000), (1, 0, other), (2 + rank, 0, 200)], last] for rank in range(2)]
+    backward = [packs[::-1] for packs in forward]
+    holders = [(0, 2), (0, 2), (0, 1), (1, 1)]
+    plan = plan_of([1600, other, 200, 200], holders, forward, backward, recompute=recompute)
+    check(name, replace(plan, recompute_share=share), "layers")
+
+
+def test_tasks_whose_layers_are_wide_take_as_much_more_for_gathering_ahead_as_is_predicted(monkeypatch):
+    """Where the peak is in a layer's products, and not in its attention."""
+    cuts: list[list[Slice]] = [[(0, 0, 1400)], [(0, 1400, 2000)]]
+    plan = plan_of([2000], [(0, 2)], [cuts] * 2, [cuts[::-1]] * 2, recompute="full")
+    model, found = tiny("llama", torch.bfloat16, **MODELS["wide"], tie_word_embeddings=False), []
+    for most in (0, 2000):
+        monkeypatch.setattr("varlen.runtime.mesh.shared_documents.AHEAD_TOKENS", most)
+        measured(model, plan)
+        found.append(TOLD[0, 0][0].peak_bytes[[1, 2]])
+
+    cost = vl.CostModel(model=vl.ModelShape.from_config(model.config), hardware=H100, kernels="eager")
+    memory = cost.as_planned(plan).memory(plan.mesh)
+    without = replace(
+        memory,
+        forward_peaks=np.where(np.arange(FORWARD_COUNTS) == EARLY, 0.0, memory.forward_peaks),
+        backward_peaks=np.where(
+            np.isin(np.arange(BACKWARD_COUNTS), [EARLY, KNOWN]), 0.0, memory.backward_peaks
+        ),
+    )
+    each = [plan_bytes(plan, one) for one in (without, memory)]
+    said = [[one.forward_peaks[0, 1], one.backward_peaks[0, 0]] for one in each]
+    np.testing.assert_allclose(np.subtract(*said[::-1]), found[1] - found[0], rtol=0.001)
+    assert min(found[1] - found[0]) > 0
 
 
 @HEADS

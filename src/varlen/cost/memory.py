@@ -40,14 +40,14 @@ class Memory:
     kept_for_weight_bytes: FloatArray
     """float64 `[num_chunks]`: per row, from input gradients to weight gradients if these are separate tasks."""
     forward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 8]`: bytes per count of a MicroPack (`OWN`, `AHEAD`, … below) at each moment that
+    """float64 `[num_chunks, peaks, 9]`: bytes per count of a MicroPack (`OWN`, `AHEAD`, … below) at each moment that
     may be the peak of a forward task; its peak is the largest sum."""
     forward_left: FloatArray
-    """float64 `[num_chunks, 8]`: bytes per count that a forward task leaves allocated."""
+    """float64 `[num_chunks, 9]`: bytes per count that a forward task leaves allocated."""
     backward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 15]`: as `forward_peaks`."""
+    """float64 `[num_chunks, peaks, 17]`: as `forward_peaks`."""
     backward_left: FloatArray
-    """float64 `[num_chunks, 15]`: bytes that a backward task leaves allocated, less those that it frees."""
+    """float64 `[num_chunks, 17]`: bytes that a backward task leaves allocated, less those that it frees."""
     first_bytes: FloatArray
     """float64 `[2, num_chunks]`: per row of the first MicroPack of each pass, received before any task runs."""
     limit_bytes: float
@@ -129,7 +129,8 @@ def memory_of(
     - With saved="stage", rows hold the input of the first layer of their chunk, in host memory if keys and values
       are; while a MicroPack runs backward, the inputs of all recomputed layers exist for its rows.
     - Parameters that ranks divide are gathered unit by unit; see `Units`.
-    - If ranks share a document, eager layers gather its keys and values, one layer at a time; fused ones use a ring.
+    - If ranks share a document, eager layers gather its keys and values, one layer at a time, and those of a slice
+      that ends within `AHEAD_TOKENS` a layer ahead; fused ones use a ring.
     """
     layers, layer = stages.layers, layer_bytes(model, mesh, recompute, kernels)
     num_again = layers_again(layers, recompute_share) * (recompute == "full")
@@ -487,6 +488,9 @@ LAYERS_ON_DEVICE: Final = 2
 """With keys and values in host memory: the running layer, and the one that is being fetched."""
 BACKWARD_KEYS: Final = 8192
 """Most keys before a slice whose gradients attention's backward pass returns at once."""
+AHEAD_TOKENS: Final = 131072
+"""Most tokens up to the end of a slice whose keys and values ranks gather a layer ahead: half a gigabyte with 8 key
+heads of 128. Those of longer documents would take memory that slices need."""
 INDEX_BYTES: Final = 24.0
 """Index of a token of a shared document among the ranks, while keys and values are gathered."""
 
@@ -494,17 +498,18 @@ INDEX_BYTES: Final = 24.0
 # OWN: its rows. AHEAD: rows of documents that begin in it beyond its own, less its own rows of documents that began
 # earlier. NEAR: tokens of its documents up to its end. GATHERED, SHARED: tokens of the longest document that ranks
 # share, of all ranks and of this one. NEXT, BEFORE: rows of the next and the previous MicroPack. WHOLE: rows of
-# documents that are whole in one MicroPack of each pass, whose keys and values are in no cache.
-OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE, WHOLE = range(8)
-# Counts of a backward MicroPack, besides OWN, GATHERED, SHARED, NEXT, BEFORE, WHOLE, and NEAR, which counts tokens
-# with gradients three times:
+# documents that are whole in one MicroPack of each pass, whose keys and values are in no cache. EARLY: tokens before
+# the slice that ranks gather a layer ahead, and this rank's part of them, which it sends.
+OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE, WHOLE, EARLY = range(9)
+# Counts of a backward MicroPack, besides OWN, GATHERED, SHARED, NEXT, BEFORE, WHOLE, EARLY, and NEAR, which counts
+# tokens with gradients three times:
 # OPENED: earlier rows of documents that end in it, whose dK/dV is allocated. CLOSED: its other rows, whose dK/dV is
 # freed. KEYS: earlier tokens of one document, up to BACKWARD_KEYS. MOVED: the same, or the rows copied as memory is
 # freed, if these are more. HEAD: rows of its logits. ANY: 1 if it holds rows. RETURNED: rows of the forward slices
-# whose first row it holds, which are freed as a whole. COPIED: if it reads several pieces, its rows less those (may
-# be < 0).
-OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED, COPIED = 1, 8, 9, 10, 11, 12, 13, 14
-FORWARD_COUNTS, BACKWARD_COUNTS = 8, 15
+# whose first row it holds, which are freed as a whole. KNOWN: as EARLY, of the tokens up to that slice's end. COPIED:
+# if it reads several pieces, its rows less those (may be < 0).
+OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED, KNOWN, COPIED = 1, 9, 10, 11, 12, 13, 14, 15, 16
+FORWARD_COUNTS, BACKWARD_COUNTS = 9, 17
 
 
 class Messages(NamedTuple):
@@ -565,9 +570,9 @@ class Chunks:
 
 
 def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: FloatArray) -> FloatArray:
-    """Return bytes per count at the peaks of a forward task, float64 `[chunks, peaks, 8]`.
+    """Return bytes per count at the peaks of a forward task, float64 `[chunks, peaks, 9]`.
 
-    `left` is what it leaves, without messages; `taken` is that of messages; both `[chunks, 8]`.
+    `left` is what it leaves, without messages; `taken` is that of messages; both `[chunks, 9]`.
     """
     has_stored = chunks.num_again < chunks.layers
     # The input of the last layer, if it isn't stored, and the received message, which may have been copied.
@@ -581,20 +586,50 @@ def forward_peaks(layer: LayerBytes, chunks: Chunks, left: FloatArray, taken: Fl
     attention[:, OWN] += layer.attention_forward - np.where(has_stored, layer.stored - layer.kv, 0.0)
     attention[:, GATHERED], attention[:, SHARED] = 2 * layer.kv + INDEX_BYTES, layer.kv
     attention[:, WHOLE] += np.where(has_stored, 0.0, layer.kv)
-    for peak in (run, attention):
+    ahead = _run_before_last(layer, chunks, run)
+    for peak in (run, attention, ahead):
         peak[:, WHOLE] -= peak[:, NEAR]
-    return _needed([run, attention])
+    return _needed([run, attention, ahead])
+
+
+def _run_before_last(layer: LayerBytes, chunks: Chunks, run: FloatArray) -> FloatArray:
+    """Return the peak of the layer before the last, given the last's, for which keys and values are gathered then.
+
+    In attention itself these add nothing to the peak: while the running layer's are put in order, which takes them
+    twice, the next gather hasn't begun.
+    """
+    num_stored, ahead = chunks.layers - chunks.num_again, run.copy()
+    held = np.where(
+        num_stored > 0,
+        layer.stored + layer.shared * (num_stored == 1),
+        layer.kv + layer.hidden * (chunks.made_inputs == 0),
+    )
+    ahead[:, OWN] += (num_stored == 1) * (layer.forward_again - layer.forward_stored) - held
+    ahead[:, AHEAD] -= chunks.near
+    ahead[:, WHOLE] += np.where(num_stored > 0, 0.0, chunks.near)
+    ahead[:, EARLY] = layer.kv
+    ahead *= _is_ahead(chunks)[:, np.newaxis] & (chunks.layers > 1)[:, np.newaxis]
+    return ahead
+
+
+def _is_ahead(chunks: Chunks) -> npt.NDArray[np.bool_]:
+    """Return where keys and values of shared documents may be gathered ahead: where they stay on the device."""
+    is_near: npt.NDArray[np.bool_] = chunks.far == 0
+    return is_near
 
 
 def backward_peaks(
     layer: LayerBytes, chunks: Chunks, taken: FloatArray, units: Units | None = None
 ) -> FloatArray:
-    """Return bytes per count at the peaks of a backward task, float64 `[chunks, peaks, 15]`; `taken` of messages."""
+    """Return bytes per count at the peaks of a backward task, float64 `[chunks, peaks, 17]`; `taken` of messages."""
     num_stored, last = chunks.layers - chunks.num_again, chunks.layers - 1
     # Affine in the finished layers, except where recomputation begins and while the first gradients are allocated.
     corners = [0 * last, np.maximum(num_stored - 1, 0), np.minimum(num_stored, last), last]
     corners += [np.minimum(some, last) for some in range(1, LAYERS_ON_DEVICE + 1) if chunks.far.any()]
-    if units is not None:  # no message is there at first, and no next layer at last
+    if layer.is_eager:
+        # Nothing is gathered ahead of the first layer, nor in the last; more is ahead of stored ones.
+        corners += [np.minimum(1, last), np.maximum(last - 1, 0), np.maximum(num_stored - 2, 0)]
+    elif units is not None:  # no message is there at first, and no next layer at last
         corners += [np.minimum(1, last), np.maximum(last - 1, 0)]
     peaks = [peak for done in corners for peak in _in_layer(layer, chunks, taken, done, units)]
     if chunks.splits and layer.is_eager:
@@ -610,6 +645,7 @@ def backward_peaks(
     logits[:, NEAR] = LAYERS_ON_DEVICE * chunks.far * is_made
     logits[:, COPIED] = _copied(layer, chunks, is_made)
     logits[:, ANY] = chunks.head_matrix
+    logits[:, KNOWN] = layer.kv * layer.is_eager * is_made * _is_ahead(chunks)
     has_logits = chunks.head > 0
     if units is not None:
         # Parameters of both ends, which one module may hold; the head's gradients; parameters of the next layer, and
@@ -656,6 +692,8 @@ def _in_layer(
     _open(begins, chunks, done)
     begins[:, NEAR] = LAYERS_ON_DEVICE * chunks.far * (is_again | (done > 0))
     attention[:, NEAR] = LAYERS_ON_DEVICE * chunks.far
+    is_ahead = _is_ahead(chunks) & layer.is_eager
+    begins[:, KNOWN] = attention[:, KNOWN] = layer.kv * (is_ahead & (is_again | (done > 0)))
     peaks = [begins]
     if units is not None:
         begins[:, ANY] = units.at_layer(done, chunks.layers) + layer.matrix * (not chunks.splits)
@@ -667,11 +705,15 @@ def _in_layer(
         first[:, ANY] = layer.matrix
         peaks.append(first)
     if layer.is_eager:
-        # Gradients of gathered keys and values are scattered before dK/dV of this layer is allocated.
-        scattered = attention.copy()
+        # Gradients of gathered keys and values are scattered before dK/dV of this layer is allocated. The keys and
+        # values are freed by then, and those of the next visit are on their way.
+        scattered, has_next = attention.copy(), is_ahead & (done < chunks.layers - 1)
+        is_next_again = done >= chunks.layers - chunks.num_again - 1
+        scattered[:, KNOWN] = layer.kv * (has_next & ~is_next_again)
+        scattered[:, EARLY] = layer.kv * (has_next & is_next_again)
         _open(scattered, chunks, done)
         scattered[:, OWN] -= layer.kv
-        scattered[:, GATHERED], scattered[:, SHARED] = 5 * layer.kv + INDEX_BYTES, 2 * layer.kv
+        scattered[:, GATHERED], scattered[:, SHARED] = 4 * layer.kv + INDEX_BYTES, 2 * layer.kv
         peaks.append(scattered)
     _open(attention, chunks, done + 1)
     attention[:, KEYS], attention[:, MOVED] = chunks.far, chunks.near

@@ -88,8 +88,8 @@ class CostModel:
     """Share of tensor-parallel collectives hidden behind matrix products; frameworks that split products into tiles
     (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition") hide most."""
     exchange_overlap: float = 0.0
-    """Share of attention that overlaps with the exchange of keys and values among GPUs that share a document: 0 as in
-    `varlen.runtime`, up to 1 as in ring attention (Liu et al. 2023, arXiv 2310.01889)."""
+    """Share of attention that overlaps with the exchange of keys and values among GPUs that share a document: 0 as
+    measured of `varlen.runtime` on CPUs, up to 1 as in ring attention (Liu et al. 2023, arXiv 2310.01889)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, ModelShape) or not isinstance(self.hardware, Hardware):

@@ -70,9 +70,9 @@ class BlockWork:
     send_backward: FloatArray
     after: Int32Array
     counts_forward: FloatArray
-    """float64 `[ranks, 8, forward MicroPacks]`: as `forward_counts`."""
+    """float64 `[ranks, 9, forward MicroPacks]`: as `forward_counts`."""
     counts_backward: FloatArray
-    """float64 `[ranks, 15, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
+    """float64 `[ranks, 17, backward MicroPacks]`: as `backward_counts`, in the order in which they run."""
 
 
 def work_of_block(

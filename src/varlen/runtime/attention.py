@@ -10,7 +10,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from varlen.attention.rules import LayerRules, rules_of_call
 from varlen.errors import ModelError
 from varlen.runtime.casting import lowered, uncast
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache, Slices, WholeDocuments, contiguous_tokens
-from varlen.runtime.mesh.shared_documents import OwnRows, Span
+from varlen.runtime.mesh.shared_documents import Attended, Kept, OwnRows, Span
 
 NAME = "varlen_slices"
 
@@ -403,6 +403,9 @@ def _no_mask(*_: Any, **__: Any) -> None:
 # slice sees, each rank attends with its own rows, and in the backward the gradients of keys and values are summed
 # where stored (as context parallelism does it in Llama 3; Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2).
 # What is gathered is there for one layer at a time, as a document of which the rank's rows are ordinary slices.
+#
+# Before a layer's attention runs, the gather for the task's next visit to a layer begins, as far as its tokens are
+# known: those before the slice in the forward pass, and all in the backward pass. `gathered_ahead` names the slices.
 
 
 class _GatheredCache(DocumentCache):
@@ -417,7 +420,6 @@ class _Gathered(NamedTuple):
     cache: DocumentCache
     slices: list[tuple[CachedSlice, slice]]
     """This rank's rows as slices of the gathered tokens, and their indices among queries."""
-    span: Span
 
 
 def _forward_shared(
@@ -442,7 +444,7 @@ def _forward_shared(
     own_rows = _own_rows(piece)
     if own_rows.count:
         piece.cache.write(call.layer, own_rows.first, key, value)
-    gathered = _gathered(piece, call, _none_of(key, value))
+    gathered = _gathered(piece, call, _none_of(key, value), is_backward=False)
     parts = [
         call.forward(query[:, :, rows], gathered.cache.read(call.layer, own.stop), [own])
         for own, rows in gathered.slices
@@ -469,8 +471,8 @@ def _backward_shared(
 
     Cost: as `forward`; two copies of the gradients of all tokens seen, float32 or wider, are summed and scattered.
     """
-    gathered = _gathered(piece, call, none)
-    cache, span = gathered.cache, gathered.span
+    gathered = _gathered(piece, call, none, is_backward=True)
+    cache, (span,) = gathered.cache, _own_rows(piece).spans(call.rules.window, is_backward=True)
     wide = torch.promote_types(none[0].dtype, torch.float32)
     joint = none[0].new_zeros(span.stop - span.start, *_shape(none), dtype=wide)
     totals = cache.gradients[call.layer] = _parted(joint, none)
@@ -482,6 +484,7 @@ def _backward_shared(
         for total, of_rows in zip(totals, by_pair):
             total[:, :, own.start : own.stop].add_(of_rows)
     by_query = joined(by_queries[::-1]) if by_queries else torch.empty_like(query)
+    cache.pairs.clear()  # makes room for what is gathered ahead
     mine = _scattered(joint, _own_rows(piece), span, none)
     return by_query, *_taken(mine, piece, call.layer, span, none)
 
@@ -497,24 +500,56 @@ def _own_rows(piece: CachedSlice) -> OwnRows:
     return piece.own_rows
 
 
-def _gathered(piece: CachedSlice, call: Call, none: Pair) -> _Gathered:
-    """Gather the keys and values of a span's tokens, in token order."""
+def _gathered(piece: CachedSlice, call: Call, none: Pair, *, is_backward: bool) -> _Gathered:
+    """Gather the keys and values of the tokens that a slice sees, in their order, and begin with the next visit's."""
     own_rows = _own_rows(piece)
-    span = own_rows.span(call.rules.window)
-    mine = none[0].new_empty(span.width, *_shape(none))
-    if own_rows.last:
-        for into, stored in zip(_parted(mine, none), piece.cache.read(call.layer, own_rows.last)):
-            into[:, :, : own_rows.last - span.first] = stored[:, :, span.first :]
-    everyone = own_rows.document.peers.all_gather(mine).flatten(0, 1)
-    cache = _GatheredCache(span.stop - span.start)
-    # Keys and values of a token stay side by side: both are put in order at once, many times faster than each alone.
-    cache.pairs[call.layer] = _parted(everyone.index_select(0, own_rows.order(span)), none)
+    own_rows.document.kept[call.layer] = Kept(none, call.rules.window)
+    spans = own_rows.spans(call.rules.window, is_backward=is_backward)
+    first = spans[0].start
+    cache = _GatheredCache(spans[-1].stop - first)
+    cache.pairs[call.layer] = _parted(_arrived(piece, Attended(call.layer, is_backward), spans, none), none)
+    _begin_next(piece)
     slices, row = [], 0
     for start, stop in own_rows.ranges:
-        own = CachedSlice(cache=cache, start=start - span.start, stop=stop - span.start)
+        own = CachedSlice(cache=cache, start=start - first, stop=stop - first)
         slices.append((own, slice(row, row + own.rows)))
         row += own.rows
-    return _Gathered(cache, slices, span)
+    return _Gathered(cache, slices)
+
+
+def _arrived(piece: CachedSlice, visit: Attended, spans: Sequence[Span], none: Pair) -> torch.Tensor:
+    """Gather what isn't on its way yet, and return all in token order, `[tokens, heads, widths]`."""
+    own_rows, first = _own_rows(piece), spans[0].start
+    coming = None if own_rows.gathers is None else own_rows.gathers.arrive(visit)
+    coming = coming or _begin_gather(piece, visit.layer, spans[0], none)
+    waits = [coming, *(_begin_gather(piece, visit.layer, span, none) for span in spans[1:])]
+    given = [wait().flatten(0, 1) for wait in waits]
+    # Keys and values of a token stay side by side: both are put in order at once, many times faster than each alone.
+    joint = none[0].new_empty(spans[-1].stop - first, *_shape(none))
+    for span, rows in zip(spans, given):
+        into = joint[span.start - first : span.stop - first]
+        torch.index_select(rows, 0, own_rows.order(span), out=into)
+    return joint
+
+
+def _begin_next(piece: CachedSlice) -> None:
+    """Begin the gather of the next visit, as far as its tokens are known."""
+    own_rows = _own_rows(piece)
+    gathers = own_rows.gathers
+    if gathers is None or not gathers.visits:
+        return
+    visit = gathers.visits[0]
+    if (span := own_rows.known(visit)) is not None:
+        gathers.begin(_begin_gather(piece, visit.layer, span, own_rows.document.kept[visit.layer].none))
+
+
+def _begin_gather(piece: CachedSlice, layer: int, span: Span, none: Pair) -> Callable[[], torch.Tensor]:
+    """Begin to gather the keys and values of a span's tokens, rank after rank."""
+    mine = none[0].new_empty(span.width, *_shape(none))
+    if span.first < span.last:
+        for into, stored in zip(_parted(mine, none), piece.cache.read(layer, span.last)):
+            into[:, :, : span.last - span.first] = stored[:, :, span.first :]
+    return _own_rows(piece).document.peers.begin_all_gather(mine)
 
 
 def _scattered(totals: torch.Tensor, own_rows: OwnRows, span: Span, none: Pair) -> Pair:

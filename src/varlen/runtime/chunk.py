@@ -40,7 +40,7 @@ from varlen.runtime.kv_cache import (
     WholeDocuments,
 )
 from varlen.runtime.main_grads import add_product
-from varlen.runtime.mesh.shared_documents import SharedDocument, own_tokens, rows_of, with_idle_row
+from varlen.runtime.mesh.shared_documents import Attended, SharedDocument, own_tokens, rows_of, with_idle_row
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Offload, SliceKey, StepPlan
 
 Leaf = tuple[torch.Tensor, torch.Tensor]  # input and output of a graph
@@ -393,6 +393,8 @@ class ChunkStep:
                 raise self._out_of_turn((number, start, stop), kind)
             if document.cache is not None:
                 own_rows = None if shared is None else shared.own_rows(start, stop)
+                if shared is not None:
+                    shared.begin(kind, start, self._attended(kind))
                 piece = CachedSlice(cache=document.cache, start=start, stop=stop, own_rows=own_rows)
                 slices.append(piece)
         slices = slices if kind == FORWARD else slices[::-1]
@@ -472,6 +474,19 @@ class ChunkStep:
         yield
         for cache in caches.values():
             cache.end()
+
+    def _attended(self, kind: int) -> list[Attended]:
+        """Return the calls of attention of a task, in order; none if keys and values are in host memory."""
+        if self._link is not None:
+            return []
+        forward, backward = (partial(Attended, is_backward=passes) for passes in (False, True))
+        if kind == FORWARD:
+            return [forward(layer) for layer in self.layers]
+        visits = [backward(layer) for layer in reversed(range(self._again, self.layers.stop))]
+        again = range(self.layers.start, self._again)
+        if len(self._saved_layers) < len(again):
+            visits += [forward(layer) for layer in again[:-1]]
+        return visits + [visit(layer) for layer in reversed(again) for visit in (forward, backward)]
 
     def _visits(self, kind: int) -> list[Visit]:
         """Return the layers whose attention a task runs, in order."""

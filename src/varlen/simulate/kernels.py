@@ -17,16 +17,19 @@ from numpy.typing import NDArray
 
 from varlen.cost.memory import (
     AHEAD,
+    AHEAD_TOKENS,
     ANY,
     BACKWARD_COUNTS,
     BACKWARD_KEYS,
     BEFORE,
     CLOSED,
     COPIED,
+    EARLY,
     FORWARD_COUNTS,
     GATHERED,
     HEAD,
     KEYS,
+    KNOWN,
     LOGIT_ROWS,
     MOVED,
     NEAR,
@@ -217,10 +220,27 @@ def are_whole(slices: Int32, others: Int32) -> NDArray[np.bool_]:
 
 
 @compiled
+def _ahead(slice_offsets: Int32, slices: Int32, pack: int) -> int:
+    """Return the slice of a MicroPack that ranks gather ahead, by its rows alone; -1 if none.
+
+    It is that of `varlen.runtime.mesh.shared_documents.gathered_ahead`, or one more.
+    """
+    longest, second, found = 0, 0, -1
+    for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
+        stop = slices[1, one]
+        if slices[2, one] > 1:
+            if stop > longest:
+                longest, second, found = stop, longest, one
+            else:
+                second = max(second, stop)
+    return found if longest <= AHEAD_TOKENS and 2 * second <= longest else -1
+
+
+@compiled
 def forward_counts(
     slice_offsets: Int32, slices: Int32, rank_offsets: Int32, cp: int, whole: NDArray[np.bool_]
 ) -> Float64:
-    """Return the counts of forward MicroPacks, float64 `[8, MicroPacks]`; see `varlen.cost.memory`.
+    """Return the counts of forward MicroPacks, float64 `[9, MicroPacks]`; see `varlen.cost.memory`.
 
     `whole` is what `are_whole` returns.
     """
@@ -239,6 +259,9 @@ def forward_counts(
                 counts[WHOLE, pack] += stop / share
             if num_ranks[one] > 1 and stop > counts[GATHERED, pack]:
                 counts[GATHERED, pack], counts[SHARED, pack] = stop, stop / share
+        one = _ahead(slice_offsets, slices, pack)
+        if one >= 0:
+            counts[EARLY, pack] = starts[one] * (1.0 + 1.0 / (num_ranks[one] * cp))
     _in_turn(counts, rank_offsets)
     return counts
 
@@ -269,7 +292,7 @@ def backward_counts(
     cuts: Int64,
     whole: NDArray[np.bool_],
 ) -> Float64:
-    """Return the counts of backward MicroPacks in `order`, float64 `[15, MicroPacks]`.
+    """Return the counts of backward MicroPacks in `order`, float64 `[17, MicroPacks]`.
 
     `cuts` are the sorted ends of forward slices, `document id << 32 | stop`; empty if both passes are cut alike.
     `whole` is what `are_whole` returns.
@@ -305,6 +328,10 @@ def backward_counts(
                 counts[KEYS, pack] = max(counts[KEYS, pack], keys)
                 moved = max(moved, keys)
             counts[MOVED, pack] = max(counts[MOVED, pack], moved)
+        one = _ahead(slice_offsets, slices, order[pack])
+        if one >= 0:
+            counts[EARLY, pack] = starts[one] * (1.0 + 1.0 / (num_ranks[one] * cp))
+            counts[KNOWN, pack] = stops[one] * (1.0 + 1.0 / (num_ranks[one] * cp))
         if taken > 1:
             counts[COPIED, pack] = counts[OWN, pack] - counts[RETURNED, pack]
         counts[HEAD, pack], counts[ANY, pack] = min(counts[OWN, pack], LOGIT_ROWS), counts[OWN, pack] > 0

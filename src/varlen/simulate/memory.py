@@ -103,7 +103,7 @@ ranks, document ids, whether the document ends here."""
 
 
 def forward_counts(forward: Slices, backward: Slices, rank_offsets: Int32Array, cp: int) -> FloatArray:
-    """Return the counts of forward MicroPacks (see `varlen.cost.memory`), float64 `[8, MicroPacks]`."""
+    """Return the counts of forward MicroPacks (see `varlen.cost.memory`), float64 `[9, MicroPacks]`."""
     whole = kernels.are_whole(forward[1], backward[1])
     counts: FloatArray = kernels.forward_counts(*forward, rank_offsets, cp, whole)
     return counts
@@ -112,7 +112,7 @@ def forward_counts(forward: Slices, backward: Slices, rank_offsets: Int32Array, 
 def backward_counts(
     forward: Slices, backward: Slices, order: IntArray, rank_offsets: Int32Array, cp: int
 ) -> FloatArray:
-    """Return the counts of backward MicroPacks in the `order` in which they run, float64 `[15, MicroPacks]`.
+    """Return the counts of backward MicroPacks in the `order` in which they run, float64 `[17, MicroPacks]`.
 
     Both passes are cut alike if the slices of both are the same object.
     """

@@ -42,7 +42,9 @@ def wrong(group, size):
         everyone = torch.stack([one[0].to(dtype) for one in given])
         count += (peers.all_gather(mine[0].transpose(0, 1)).transpose(1, 2) != everyone).sum().item()
         total = torch.stack([one[dist.get_rank()].to(dtype) for one in given]).sum(0)
-        found = peers.reduce_scatter(mine)
+        ahead, overtaking = peers.begin_all_gather(mine[0]), peers.begin_all_gather(2 * mine[0])
+        found = peers.reduce_scatter(mine.clone())
+        count += (ahead() != everyone).sum().item() + (overtaking() != 2 * everyone).sum().item()
         assert found.shape == total.shape
         count += ((found - total).abs() > 16 * torch.finfo(dtype).eps).sum().item()
     return count

@@ -2,6 +2,10 @@
 
 import copy
 import json
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,8 @@ from tests.support.tiny_families import Wide, family
 from varlen.plan.check import check_plan
 from varlen.runtime import attention
 from varlen.runtime.clock import bytes_meter
-from varlen.runtime.mesh.shared_documents import groups_of, num_rows, shared_documents, zigzag
+from varlen.runtime.mesh import shared_documents as shared_documents_module
+from varlen.runtime.mesh.shared_documents import gathered_ahead, groups_of, num_rows, shared_documents, zigzag
 from varlen.runtime.stage_run import keys_of
 from varlen.runtime.step import run_step
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, StepPlan
@@ -172,6 +177,11 @@ def shared_by_two(cuts: list[tuple[int, int]], **settings: Any) -> StepPlan:
     return plan_of([cuts[-1][1]], [(0, 2)], [rank, rank], [rank[::-1], rank[::-1]], **settings)
 
 
+def two_slices(**settings: Any) -> StepPlan:
+    """A document of 40 tokens on two ranks."""
+    return shared_by_two([(0, 20), (20, 40)], **settings)
+
+
 def test_slices_of_fewer_tokens_than_chunks_leave_ranks_without_rows():
     tokens = [(token, token + 1) for token in range(7)]
     forward: list[list[Slice]] = [[(0, a, b)] for a, b in [*tokens, (7, 9), (9, 20)]]
@@ -238,6 +248,99 @@ def test_kernels_of_whole_slices_are_handed_neighbouring_rows(name, window):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "chosen", lambda *_: KERNELS[name]())
         check(model, plan_of([30, 4, 3], holders, forward, [packs[::-1] for packs in forward]))
+
+
+class Calls:
+    """What each thread calls while a plan runs, in order, a letter a call.
+
+    B and E: it begins a gather, and takes it. A: attention, in one direction. S: it sums gradients over ranks.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._of: dict[int, list[str]] = defaultdict(list)
+        begin, reduce_scatter = ThreadPeers.begin_all_gather, ThreadPeers.reduce_scatter
+
+        def begun(peers: ThreadPeers, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+            self._note("B")
+            end = begin(peers, rows)
+            return lambda: (self._note("E"), end())[1]
+
+        patch.setattr(ThreadPeers, "begin_all_gather", begun)
+        patch.setattr(ThreadPeers, "reduce_scatter", self._noting("S", reduce_scatter))
+        for name in ("forward", "backward"):
+            patch.setattr(attention.tiles, name, self._noting("A", getattr(attention.tiles, name)))
+
+    def of_threads(self) -> set[str]:
+        """What they called; attention of several ranges of rows is one call."""
+        return {re.sub("A+", "A", "".join(calls)) for calls in self._of.values()}
+
+    def _note(self, call: str) -> None:
+        self._of[threading.get_ident()].append(call)
+
+    def _noting(self, call: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any, **settings: Any) -> Any:
+            self._note(call)
+            return function(*given, **settings)
+
+        return noted
+
+
+FORWARD_0, FORWARD_1 = 3 * "BEA", "BBEEBA BEEBA BEEA"
+GATHERED_AHEAD = {
+    "none": [FORWARD_0, FORWARD_1, *2 * ["BEBAS EBAS EAS"]],
+    "full": [FORWARD_0, FORWARD_1, "BBEEBA EBAS BEEBA EBAS BEEBA EAS", 3 * "BEBA EAS "],
+}
+"""Calls of two slices on three layers, forward and backward."""
+
+
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_keys_and_values_of_the_next_layer_are_gathered_while_this_ones_attention_runs(recompute, window):
+    model, plan = tiny("mistral", num_hidden_layers=3, sliding_window=window), two_slices(recompute=recompute)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = Calls(patch)
+        check(model, plan)
+
+    assert calls.of_threads() == {"".join(GATHERED_AHEAD[recompute]).replace(" ", "")}
+
+
+WHEN_IT_RUNS = {"none": [6 * "BEA", 6 * "BEAS"], "full": [6 * "BEA", 6 * "BEA BEAS "]}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("most", "settings"), [(19, {}), (40, {"offload": "kv"})])
+def test_long_documents_and_those_in_host_memory_are_gathered_when_a_layer_runs(most, settings, recompute):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_documents_module, "AHEAD_TOKENS", most)
+        calls = Calls(patch)
+        check(tiny("llama", num_hidden_layers=3), two_slices(recompute=recompute, **settings))
+
+    assert calls.of_threads() == {"".join(WHEN_IT_RUNS[recompute]).replace(" ", "")}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_gathering_ahead_changes_no_bit(recompute):
+    model, tokens = tiny("llama", torch.float32, num_hidden_layers=3), tokens_of([40])
+    found = []
+    for most in (0, 40):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_documents_module, "AHEAD_TOKENS", most)
+            found.append(run_side_by_side(model, tokens, two_slices(recompute=recompute)))
+
+    assert found[0].loss == found[1].loss
+    assert all(torch.equal(x, found[1].gradients[name]) for name, x in found[0].gradients.items())
+
+
+def test_ranks_gather_ahead_where_no_rank_has_another_long_slice():
+    """Of document 0 on four ranks, of which the first two also share others."""
+    holders = [(0, 4), (0, 2), (0, 2), (3, 1)]
+    of_both = [[(0, 0, 8), (1, 0, 4)], [(0, 8, 20), (1, 4, 11)], [(0, 20, 31), (2, 0, 30)]]
+    of_others = [[(0, 0, 8)], [(0, 8, 20)], [(0, 20, 31)]]
+    alone = [[(0, 0, 8), (3, 0, 90)], *of_others[1:]]
+    forward = [of_both, of_both, of_others, alone]
+    plan = plan_of([31, 11, 30, 90], holders, forward, [packs[::-1] for packs in forward])
+
+    assert gathered_ahead(plan) == {(kind, 0, 0) for kind in (FORWARD, BACKWARD)}
 
 
 def live_bytes(plan: StepPlan) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -306,7 +306,7 @@ class MeshRank:
                     meter=meter,
                     is_forward_only=is_forward_only,
                 )
-                _run_tasks(runner, channels, shards)
+                _run_tasks(runner, channels, shards, shared.values())
             with self._wait_reporter.waiting():
                 self._settle(groups.device)
                 if not is_forward_only:
@@ -427,7 +427,9 @@ class MeshRank:
         )
 
 
-def _run_tasks(runner: StageRunner, channels: Channels, shards: Shards | None) -> None:
+def _run_tasks(
+    runner: StageRunner, channels: Channels, shards: Shards | None, shared: Iterable[SharedDocument]
+) -> None:
     """Run all tasks of a stage, and drop what is on its way if one fails."""
     try:
         while runner.next_task:
@@ -435,6 +437,8 @@ def _run_tasks(runner: StageRunner, channels: Channels, shards: Shards | None) -
         channels.finish()
     except BaseException:
         channels.drop()
+        for document in shared:
+            document.gathers.clear()
         if shards is not None:
             shards.forget()
         raise

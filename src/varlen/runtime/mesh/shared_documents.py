@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -9,11 +11,13 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from varlen.attention.kernels import on_device
+from varlen.cost.memory import AHEAD_TOKENS
 from varlen.runtime.mesh.process_groups import Group
-from varlen.step_plan import SliceKey, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, MicroPacks, SliceKey, StepPlan
 from varlen.types import Int32Array, IntArray
 
 
@@ -25,6 +29,12 @@ class SharedDocument:
     peers: Peers
     owners: torch.Tensor  # int32 `[tokens]`, on the model's device: the rank with each token's row
     indices: torch.Tensor  # int32 `[tokens]`: the row's index among that rank's
+    ahead: frozenset[tuple[int, int]] = frozenset()
+    """Pass and first token of the slices that are gathered ahead; see `gathered_ahead`."""
+    kept: dict[int, Kept] = field(default_factory=dict)
+    """By layer that has run a slice of the document."""
+    gathers: dict[int, Gathers] = field(default_factory=dict)
+    """By first token of the running task's slices that are gathered ahead."""
 
     @property
     def tokens(self) -> int:
@@ -46,13 +56,53 @@ class SharedDocument:
         first, last = self.row_range(start, stop)
         return OwnRows(document=self, start=start, stop=stop, ranges=ranges, first=first, last=last)
 
+    def begin(self, kind: int, start: int, visits: Sequence[Attended]) -> None:
+        """Begin a task with a slice; without visits, which come in this order, nothing is gathered ahead."""
+        self.gathers.pop(start, None)
+        if visits and (kind, start) in self.ahead:
+            self.gathers[start] = Gathers(deque(visits))
+
+
+class Attended(NamedTuple):
+    """A visit of a task to a layer: a call of its attention."""
+
+    layer: int
+    is_backward: bool
+
+
+class Kept(NamedTuple):
+    """What a layer keeps of a document's tokens."""
+
+    none: tuple[torch.Tensor, torch.Tensor]  # keys and values of no token
+    window: int | None  # how many tokens a token sees
+
+
+@dataclass(slots=True, eq=False)
+class Gathers:
+    """The gathers of a slice in one task: that of the next visit begins before this one's attention."""
+
+    visits: deque[Attended]  # those that come
+    _coming: Callable[[], torch.Tensor] | None = None
+
+    def arrive(self, visit: Attended) -> Callable[[], torch.Tensor] | None:
+        """Return what waits for the gather that was begun for a visit; None if none was."""
+        expected = self.visits.popleft()
+        assert expected == visit, f"{visit} runs where {expected} was declared"
+        coming, self._coming = self._coming, None
+        return coming
+
+    def begin(self, coming: Callable[[], torch.Tensor]) -> None:
+        """Keep what waits for the gather of the next visit."""
+        self._coming = coming
+
 
 class Span(NamedTuple):
-    """The tokens that are gathered for a slice: neighbours, up to its end."""
+    """Neighbouring tokens that are gathered for a slice."""
 
     start: int
     stop: int
     first: int  # first of this rank's rows of the document among them
+    last: int  # one past the last
     width: int  # most tokens of one rank
     shifts: torch.Tensor
     """int64 `[ranks]`: added to a row's index among a rank's, it gives that among all gathered rows."""
@@ -68,24 +118,45 @@ class OwnRows:
     ranges: Ranges  # tokens of the rows
     first: int  # the slice's first among this rank's rows of the document
     last: int  # one past the slice's last
-    spans: dict[int | None, Span] = field(default_factory=dict)  # by window
+    _spans: dict[tuple[int, int], Span] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """Rows of the slice on this rank."""
         return self.last - self.first
 
-    def span(self, window: int | None) -> Span:
-        """Return which tokens are gathered, worked out once a slice."""
-        if window not in self.spans:
+    @property
+    def gathers(self) -> Gathers | None:
+        """The task's gathers of the slice, if they begin ahead."""
+        return self.document.gathers.get(self.start)
+
+    def spans(self, window: int | None, *, is_backward: bool) -> list[Span]:
+        """Return the tokens that a visit of a layer gathers, one after the other.
+
+        If gathers begin ahead, those before the slice are apart in the forward pass: they are known earlier.
+        """
+        first = 0 if window is None else max(0, self.start - window + 1)
+        is_apart = self.gathers is not None and not is_backward and first < self.start
+        ends = [first, self.start, self.stop] if is_apart else [first, self.stop]
+        return [self._span(*pair) for pair in itertools.pairwise(ends)]
+
+    def known(self, visit: Attended) -> Span | None:
+        """Return the tokens that can be gathered ahead of a visit; None if there are none, or they aren't known."""
+        if visit.layer not in self.document.kept:
+            return None  # the document's first slice runs
+        span = self.spans(self.document.kept[visit.layer].window, is_backward=visit.is_backward)[0]
+        return span if visit.is_backward or span.stop <= self.start else None
+
+    def _span(self, start: int, stop: int) -> Span:
+        """Work out a span, once a slice."""
+        if (start, stop) not in self._spans:
             rows, rank = self.document.zigzag, self.document.peers.rank
-            start = 0 if window is None else max(0, self.start - window + 1)
-            firsts, stops = (np.array(rows.before(token)) for token in (start, self.stop))
+            firsts, stops = (np.array(rows.before(token)) for token in (start, stop))
             width = int((stops - firsts).max())
             shifts = np.arange(rows.num_ranks) * width - firsts
             there = on_device(torch.from_numpy(shifts), self.document.owners.device)
-            self.spans[window] = Span(start, self.stop, int(firsts[rank]), width, there)
-        return self.spans[window]
+            self._spans[start, stop] = Span(start, stop, int(firsts[rank]), int(stops[rank]), width, there)
+        return self._spans[start, stop]
 
     def order(self, span: Span) -> torch.Tensor:
         """Return where each token of a span is among what ranks give, int64 `[tokens]`.
@@ -104,16 +175,50 @@ def shared_documents(
 
     Cost: O(tokens of these documents), and 8 bytes each on the device.
     """
-    found = {}
+    found, by_document = {}, dict[int, list[tuple[int, int]]]()
+    for kind, document, start in gathered_ahead(plan):
+        by_document.setdefault(document, []).append((kind, start))
     for document in np.flatnonzero(plan.num_ranks > 1).tolist():
         first, size = int(plan.first_ranks[document]), int(plan.num_ranks[document])
         if first <= dp_rank < first + size:
             rows = zigzag(_cuts_of(plan, dp_rank, document), size)
             owners, indices = (on_device(torch.from_numpy(x), device) for x in rows.assignment())
             found[document] = SharedDocument(
-                zigzag=rows, peers=peers[first, size], owners=owners, indices=indices
+                zigzag=rows,
+                peers=peers[first, size],
+                owners=owners,
+                indices=indices,
+                ahead=frozenset(by_document.get(document, ())),
             )
     return found
+
+
+def gathered_ahead(plan: StepPlan) -> set[tuple[int, int, int]]:
+    """Return the slices whose keys and values ranks gather while the layer before runs: pass, document, first token.
+
+    All ranks find the same. A MicroPack has at most one, so that the keys and values of one slice in one layer are
+    what gathering ahead takes: the longest shared one, which ends within `AHEAD_TOKENS`, if the others end before
+    half of it on every rank.
+    """
+    found = set()
+    for kind, packs in ((FORWARD, plan.forward), (BACKWARD, plan.backward)):
+        shared, is_ahead = _ahead_on_ranks(packs, plan.num_ranks[packs.document_ids] > 1)
+        keys = list(zip(packs.document_ids[shared].tolist(), packs.starts[shared].tolist()))
+        elsewhere = {key for key, is_here in zip(keys, is_ahead.tolist()) if not is_here}
+        found |= {(kind, *key) for key in set(keys) - elsewhere}
+    return found
+
+
+def _ahead_on_ranks(
+    packs: MicroPacks, is_shared: npt.NDArray[np.bool_]
+) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+    """Return which slices are shared, and whether the rank's MicroPack lets each be gathered ahead."""
+    shared = np.flatnonzero(is_shared)
+    pack, stops = packs.micropack_of_slice[shared], packs.stops[shared].astype(np.int64)
+    longest = np.zeros(packs.num_micropacks, np.int64)
+    np.maximum.at(longest, pack, stops)
+    near = np.bincount(pack, 2 * stops > longest[pack], minlength=packs.num_micropacks)
+    return shared, (stops == longest[pack]) & (near[pack] == 1) & (stops <= AHEAD_TOKENS)
 
 
 def own_tokens(key: SliceKey, shared: Mapping[int, SharedDocument]) -> SliceKey:
@@ -257,6 +362,9 @@ class Peers(Protocol):
             rows: `[...]`, of one shape and dtype on all ranks.
         """
 
+    def begin_all_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin `all_gather`, and return what waits for its result."""
+
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of what they have for this one, `[...]`.
 
@@ -290,18 +398,26 @@ class ProcessPeers:
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """As `Peers.all_gather`."""
+        return self.begin_all_gather(rows)()
+
+    def begin_all_gather(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """As `Peers.begin_all_gather`; other collectives of the group may begin before it is waited for."""
         rows = rows.contiguous()
         out = rows.new_empty(self._size, *rows.shape)
+        if rows.is_cuda:
+            works = [self._group.backend._allgather_base(out.flatten(0, 1), rows)]
+        else:
+            others = [(self.rank + turn) % self.size for turn in range(1, self.size)]
+            works = [self._group.receive(out[other], other) for other in others]
+            works += [self._group.send(rows, other) for other in others]
+            out[self.rank].copy_(rows)
+        return partial(self._all_there, works, rows, out)
+
+    def _all_there(self, works: Sequence[Any], rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Return what was gathered once it is there; until then the rows that are sent are kept alive."""
         with self._waiting():
-            if rows.is_cuda:
-                self._group.backend._allgather_base(out.flatten(0, 1), rows).wait()
-            else:
-                others = [(self.rank + turn) % self.size for turn in range(1, self.size)]
-                works = [self._group.receive(out[other], other) for other in others]
-                works += [self._group.send(rows, other) for other in others]
-                out[self.rank].copy_(rows)
-                for work in works:
-                    work.wait()
+            for work in works:
+                work.wait()
         return out
 
     def reduce_scatter(self, parts: torch.Tensor) -> torch.Tensor:
