@@ -45,7 +45,8 @@ def batches(sizes: dict[str, int], tokens: int) -> dict[str, vl.PackedBatch]:
     random = np.random.default_rng(0)
     lengths = documents(sizes["vocab_size"], 4096, max(64, tokens // 8))[0]
     lengths = lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), tokens)))]
-    sets = {"one long": [tokens], "short": lengths.tolist(), "equal": [max(2, tokens // EQUAL)] * EQUAL}
+    each = max(8, tokens // EQUAL)
+    sets = {"one long": [tokens], "short": lengths.tolist(), "equal": [each] * (tokens // each)}
     return {
         name: vl.collate(
             [random.integers(0, sizes["vocab_size"], n).astype(np.int32) for n in held],
