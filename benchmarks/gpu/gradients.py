@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, get_args
 
 import numpy as np
@@ -47,7 +48,7 @@ def gradients(
     device: torch.device,
     *,
     families: Sequence[str] = tuple(FAMILIES),
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32, torch.float16),
     kernels: Sequence[Kernels] = get_args(Kernels),
 ) -> Iterator[dict[str, Any]]:
     """Yield how far gradients are from float64's, of slices by each kernel and of whole documents by transformers.
@@ -55,22 +56,21 @@ def gradients(
     Errors are norms over all parameters, as a share of the float64 gradient's norm; weights are the same numbers in
     each dtype.
     """
-    for family in families:
-        for dtype in dtypes:
-            model, batch = _model(family, dtype), _batch()
-            exact = _unsliced(copy.deepcopy(model).double(), batch, "eager")
-            model = model.to(device)
-            row = {"family": family, "dtype": str(dtype).removeprefix("torch.")}
-            whole = _error(_unsliced(model, batch, "eager"), exact)
-            for name in kernels if dtype != torch.float32 else ("auto",):
-                row |= {"kernels": name, "unsliced_error": whole["error"]}
-                try:
-                    stats = vl.SliceEngine(model, SLICE_TOKENS, kernels=name).step(batch)
-                    row |= {"used": stats.kernels, "refused": stats.refused_kernels}
-                    yield {**row, **_error(_taken(model), exact), "loss": stats.loss}
-                except (VarlenError, RuntimeError) as error:
-                    model.zero_grad(set_to_none=True)
-                    yield {**row, "not_run": str(error)[:300]}
+    for dtype, family in product(dtypes, families):
+        model, batch = _model(family, dtype), _batch()
+        exact = _unsliced(copy.deepcopy(model).double(), batch, "eager")
+        model = model.to(device)
+        row = {"family": family, "dtype": str(dtype).removeprefix("torch.")}
+        whole = _error(_unsliced(model, batch, "eager"), exact)
+        for name in kernels if dtype != torch.float32 else ("auto",):
+            row |= {"kernels": name, "unsliced_error": whole["error"]}
+            try:
+                stats = vl.SliceEngine(model, SLICE_TOKENS, kernels=name).step(batch)
+                row |= {"used": stats.kernels, "refused": stats.refused_kernels}
+                yield {**row, **_error(_taken(model), exact), "loss": stats.loss}
+            except (VarlenError, RuntimeError) as error:
+                model.zero_grad(set_to_none=True)
+                yield {**row, "not_run": str(error)[:300]}
 
 
 def _model(family: str, dtype: torch.dtype) -> Any:

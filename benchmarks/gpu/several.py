@@ -9,7 +9,6 @@ import copy
 import multiprocessing
 import os
 import pickle
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import varlen as vl
 from benchmarks.gpu.models import BILLION, fresh_step, llama, llama_sizes, side_by_side
+from benchmarks.running.processes import free_port
 from varlen.errors import VarlenError
 from varlen.runtime.calibrate import calibrate
 from varlen.runtime.split import Elsewhere, cut_to_stage
@@ -186,10 +186,8 @@ def _job(
     run: Callable[..., dict[str, Any]], world: int, kind: str, *words: Any, dies: int | None = None
 ) -> dict[int, dict[str, Any]]:
     """Return what `run(rank, device, *words)` returns on each process; those that don't return are left out."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         given = pickle.dumps((run, words))
         processes = [

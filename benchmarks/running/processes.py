@@ -28,12 +28,16 @@ from varlen.cost.hardware import Link
 PATIENCE_S = 1800
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def side_by_side(run: Callable[..., Any], count: int, *words: Any) -> list[Any]:
     """Return what `run(rank, *words)` returns on each process of a torch.distributed job over gloo."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         given = pickle.dumps((run, words))
         processes = [

@@ -241,6 +241,19 @@ def test_cudnn_computes_the_slices_that_have_many_earlier_tokens(monkeypatch):
         assert found.used == {name: 1}
 
 
+def test_cudnn_is_told_sizes_lengths_and_offsets_of_slices_with_empty_ones_behind():
+    sizes, rows, keys = kernels._cudnn_lengths(Lengths((3, 70, 1), (3, 200, 1)), CPU)
+
+    assert sizes == (4, 96, 256, 96, 256)
+    assert rows.tolist() == [3, 70, 1, 0]
+    assert keys.tolist() == [3, 200, 1, 0]
+    assert kernels._cudnn_offsets((3, 70, 1), 4, 8, CPU).tolist() == [0, 24, 584, 592, 592]
+    rules = LayerRules(1.0, 5)
+    assert kernels._cudnn_sight(Lengths((4,), (9,)), rules)["diagonal_alignment"] == "BOTTOM_RIGHT"
+    assert kernels._cudnn_sight(Lengths((4,), (4,)), rules)["diagonal_alignment"] == "TOP_LEFT"
+    assert kernels._cudnn_sight(Lengths((4,), (9,), sees_all=True), LayerRules(1.0)) == {}
+
+
 def test_what_a_kernel_cannot_take_is_said_before_it_is_called():
     cuda, half = torch.device("cuda"), torch.bfloat16
 

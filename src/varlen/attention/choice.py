@@ -181,7 +181,7 @@ def _tried(
 def error_on_a_small_case(
     kernel: Kernel, heads: tuple[int, int, int], rules: LayerRules, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Return the largest `error_of` two slices, one with earlier tokens, of whole ones, and of rows that see all."""
+    """Return the largest `error_of`: slices with and without earlier tokens, whole documents, rows that see all."""
     cases = [Lengths((4, 9), (11, 9)), Lengths((4, 9), (4, 9))]
     cases += [Lengths((4,), (11,), sees_all=True)] * (rules.window is None)
     return max(error_of(kernel, lengths, heads, rules, device, dtype) for lengths in cases)

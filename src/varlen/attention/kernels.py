@@ -366,7 +366,7 @@ def _cudnn_sight(lengths: Lengths, rules: LayerRules) -> dict[str, Any]:
     """Return cuDNN's arguments that say which keys a row sees."""
     if lengths.sees_all:
         return {}
-    # Of whole documents both corners are the same, and the backward pass skips what the diagonal hides from the top.
+    # Of whole documents both corners are the same. At the bottom right the backward pass runs at half its rate.
     corner = "TOP_LEFT" if lengths.queries == lengths.keys else "BOTTOM_RIGHT"
     band = {} if rules.window is None else {"diagonal_band_left_bound": rules.window}
     return {"diagonal_alignment": corner, "diagonal_band_right_bound": 0, **band}

@@ -307,14 +307,14 @@ def tuned(
 
 
 def _at_work(row: MethodFigures) -> MethodFigures:
-    """Return packs as they come without their plan if ranks have no pack: nobody trains so."""
+    """Return packs as they come, without their plan if some ranks have no pack."""
     if row.name != _AS_THEY_COME or row.plan is None or row.plan.forward.counts.all():
         return row
     idle = int((row.plan.forward.counts == 0).sum())
     return MethodFigures(
         name=row.name,
         planning_s=row.planning_s,
-        refusal=f"{idle:,} of {row.plan.mesh.dp:,} data-parallel ranks would have no pack, which nobody trains with",
+        refusal=f"{idle:,} of {row.plan.mesh.dp:,} data-parallel ranks would have no pack",
     )
 
 
