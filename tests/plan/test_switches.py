@@ -61,7 +61,7 @@ def test_small_micropacks_fill_a_deep_pipeline_faster(recompute):
 
 def test_the_way_to_share_that_a_quick_look_likes_best_is_not_always_the_best(monkeypatch):
     cost = cost_of()
-    steps = [(long_tailed(60, 80_000, seed), vl.Mesh(dp=4, pp=4, tp=4)) for seed in range(8)]
+    steps = [(long_tailed(200, 40_000, seed), vl.Mesh(dp=8, pp=4, tp=4)) for seed in range(3)]
 
     several = [took(lengths, cost, mesh) for lengths, mesh in steps]
     monkeypatch.setattr(micropack_module, "_CLOSE_GROUPINGS", 1)

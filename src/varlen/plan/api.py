@@ -37,6 +37,7 @@ from varlen.plan.compose import TYPICAL_ROWS, seconds_of
 from varlen.plan.micropack import FAR_OVER, SearchResult, micropack, narrowed, thorough
 from varlen.plan.score import as_scheduled, best_plan, score
 from varlen.plan.search import Families, Search
+from varlen.simulate.graph import stage_costs
 from varlen.step_plan import Mesh, PlanMethod, StepPlan, spread
 from varlen.types import FloatArray, Int32Array
 
@@ -209,14 +210,14 @@ def _contained(
     tried with all levels up to it. Without a best plan, all of it is needed. Slices whose bound is far below the best
     plan are searched as thoroughly as by themselves.
     """
-    rows = given.search.least_rows
+    bound = cache(partial(least_possible, given.lengths, least_rows=given.search.least_rows))
     for part, most_ranks in _parts(given):
         needed = [levels[: level + 1]] if best else [levels[-1:]]
         if part.method == "sliced" and best:
             needed = [[cost] for cost in levels]
         for costs in needed:
             limit_s = best.seconds if best else math.inf
-            least_s = least_possible(given.lengths, costs[0], part.mesh, part.method, least_rows=rows)
+            least_s = bound(costs[0], part.mesh, "packed" if part.method == "balanced" else part.method)
             if least_s * (_TYPICAL if part.method == "sliced" else 1.0) >= limit_s:
                 break
             is_far = part.method == "sliced" and least_s * FAR_OVER < limit_s < math.inf
@@ -379,7 +380,7 @@ def _faster(first: _Planned | None, second: _Planned | None) -> _Planned | None:
 
 def _work(lengths: Int32Array, cost: CostModel, mesh: Mesh, most_ranks: int | None = None) -> FloatArray:
     """Return seconds of each document in both passes if 1, 2, 4, … ranks share it, `[num_documents, levels]`."""
-    rates, sizes = cost.rates(mesh), 2 ** np.arange(int(math.log2(most_ranks or mesh.dp)) + 1)
+    rates, sizes = stage_costs(cost, mesh).rates, 2 ** np.arange(int(math.log2(most_ranks or mesh.dp)) + 1)
     ones = np.ones(lengths.size, np.int32)
     return np.stack(
         [seconds_of(lengths, size * ones, TYPICAL_ROWS, rates) for size in sizes.astype(np.int32)], axis=1

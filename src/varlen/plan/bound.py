@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,8 +51,7 @@ def lower_bound(
     Work is counted at the highest rate of any number of rows and without launches, so no plan reaches the bound if
     rates depend on rows. Weight gradients can run at any time, so a pipeline needs no time to drain.
     """
-    costs = stage_costs(cost, mesh)
-    best = replace(costs, rates=cost.rates(mesh, best=True))
+    costs, best = stage_costs(cost, mesh), _at_best(cost, mesh)
     filled = lengths[lengths > 0]
     work = _seconds(best, filled, np.ones(filled.size, np.int32))
     rows = int(min(least_rows, filled.sum(dtype=np.int64) / mesh.dp / mesh.cp))
@@ -98,6 +98,12 @@ def _seconds(costs: StageCosts, lengths: Int32Array, num_ranks: Int32Array) -> F
     chunks = costs.layers[:, None] * layer + costs.has_head[:, None] * head
     seconds: FloatArray = chunks.reshape(costs.mesh.virtual_stages, costs.mesh.pp, -1).sum(axis=0)
     return seconds
+
+
+@functools.lru_cache(maxsize=64)
+def _at_best(cost: CostModel, mesh: Mesh) -> StageCosts:
+    """Return the costs at the highest rates, without launches."""
+    return replace(stage_costs(cost, mesh), rates=cost.rates(mesh, best=True))
 
 
 def _smallest_forward(costs: StageCosts, rows: int) -> FloatArray:

@@ -7,10 +7,11 @@ long, and are searched as one pipeline.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -355,9 +356,9 @@ def _try(block: BlockSearch, setting: Setting, step: StepSearch, search: Search)
     count = max(1, min(wanted, int(rows // search.least_rows)))
     if setting.whole:
         count = max(1, *(documents.lengths.size for documents in block.documents))
-    graded = GRADINGS[setting.grading if search.grades and not setting.whole else EVEN]
+    graded = GRADINGS[setting.grading] if search.grades and not setting.whole else Grading()
     first, last = (min(ends * stages, count // 2) for ends in (graded.first, graded.last))
-    grading = replace(graded, first=first, last=last)
+    grading = Grading(first=first, last=last, smallest=graded.smallest)
     sharing = SHARINGS[setting.sharing]
     work = sum(documents.seconds for documents in block.documents) / len(block.documents)
     budget = _NO_MIXING * work if setting.whole else sharing.size * work / count
@@ -436,7 +437,7 @@ def _next(block: BlockSearch, start: Setting | None, search: Search, effort: Eff
         return None
     around = neighbours(best, block.finest, search, shares=block.shares, is_full=block.is_full)
     if effort is Effort.THOROUGH:
-        around = itertools.chain(far_settings(block.finest, search, shares=block.shares), around)
+        around = far_settings(block.finest, search, shares=block.shares) + around
     return next((setting for setting in around if setting not in block.tried), None)
 
 
@@ -453,23 +454,19 @@ class Sharing:
 SHARINGS = (
     Sharing(1.0, mixes=True),
     Sharing(0.7, mixes=True),
-    Sharing(0.5, mixes=True),
     Sharing(1.5, mixes=True),
     Sharing(2.0, mixes=True),
     Sharing(1.0, mixes=False),
 )
 GRADINGS = (
     Grading(first=1, last=1, smallest=0.2),
-    Grading(),
     Grading(first=2, last=2, smallest=0.1),
     Grading(first=1, smallest=0.2),
     Grading(first=2, smallest=0.1),
 )
 """Numbers of small MicroPacks, as multiples of a pipeline's stages."""
-EVEN = 1
-"""The index of the grading with equal MicroPacks."""
 _FIRST_TRIED = 6  # MicroPacks per stage at which the search begins
-_FAR = ((1, 2, 4, 7), (0, 3), (1, 0, 3), (False, True))  # distant values of each field of a setting
+_FAR = ((1, 2, 4, 7), (0, 2), (1, 0, 2), (False, True))  # distant values of each field of a setting
 
 
 class Setting(NamedTuple):
@@ -487,36 +484,38 @@ class Setting(NamedTuple):
     """Give each document, uncut, a MicroPack of its own, for memory that holds hardly more than one document."""
 
 
+@functools.lru_cache(maxsize=64)
 def first_setting(search: Search) -> Setting:
     """Return the setting at which the search begins."""
     sizes = search.sizes
     return Setting(min(range(len(sizes)), key=lambda index: abs(sizes[index] - _FIRST_TRIED)))
 
 
+@functools.lru_cache(maxsize=4096)
 def neighbours(
     best: Setting, finest: int, search: Search, *, shares: bool, is_full: bool
-) -> Iterator[Setting]:
-    """Yield the settings that differ from the best in one field, the most promising first."""
-    for step in (-1, 1):
-        if 0 <= best.size + step <= finest:
-            yield best._replace(size=best.size + step)
+) -> tuple[Setting, ...]:
+    """Return the settings that differ from the best in one field, the most promising first."""
+    found = [best._replace(size=size) for size in (best.size - 1, best.size + 1) if 0 <= size <= finest]
     if shares:
-        yield from (best._replace(sharing=index) for index in range(len(SHARINGS)))
+        found += [best._replace(sharing=index) for index in range(len(SHARINGS))]
     if search.grades:
-        yield from (best._replace(grading=index) for index in range(len(GRADINGS)))
+        found += [best._replace(grading=index) for index in range(len(GRADINGS))]
     if search.orders:
-        yield best._replace(forward_first=not best.forward_first)
+        found.append(best._replace(forward_first=not best.forward_first))
     if is_full and not best.whole:
-        yield best._replace(whole=True)
+        found.append(best._replace(whole=True))
+    return tuple(found)
 
 
-def far_settings(finest: int, search: Search, *, shares: bool) -> Iterator[Setting]:
-    """Yield settings far from each other, for a thorough search."""
+@functools.lru_cache(maxsize=256)
+def far_settings(finest: int, search: Search, *, shares: bool) -> tuple[Setting, ...]:
+    """Return settings far from each other, for a thorough search."""
     sizes, gradings, sharings, orders = _FAR
-    for size, grading, sharing, forward_first in itertools.product(
+    fields = itertools.product(
         [index for index in sizes if index <= finest],
         gradings if search.grades else gradings[:1],
         sharings if shares else (0,),
         orders if search.orders else (False,),
-    ):
-        yield Setting(size, grading, sharing, forward_first)
+    )
+    return tuple(Setting(*values) for values in fields)

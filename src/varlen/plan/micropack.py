@@ -48,8 +48,7 @@ FAR_OVER = 1.12
 _ROUNDING = 1 + 1e-9
 _SLOW = 1.06  # with full memory, a step counts as slow from this multiple of its work on
 _CLOSE_GROUPINGS = 4  # groupings that are searched closely, the best of the quick search
-_CLOSE_GAIN = 1.06  # a close search gains about this much: slower groupings are skipped
-_THOROUGH_GROUPINGS = 2  # groupings that are searched thoroughly
+_CLOSE_GAIN = 1.05  # a close search gains about this much: slower groupings are skipped
 
 
 def narrowed(mesh: Mesh, search: Search) -> list[Mesh]:
@@ -167,10 +166,9 @@ def _closely(
 
 
 def thorough(result: SearchResult) -> SearchResult:
-    """Continue a search thoroughly for the best groupings."""
-    best: StepSearch | None = None
-    for step in sorted(result.close, key=lambda step: step.makespan_s)[:_THOROUGH_GROUPINGS]:
-        best = _better(step, best, result.search, Effort.THOROUGH)
+    """Continue a search thoroughly for the best grouping."""
+    closest = min(result.close, key=lambda step: step.makespan_s, default=None)
+    best = _better(closest, None, result.search, Effort.THOROUGH) if closest else None
     if best and _can_compose_backward(result.cost, result.search):
         best = _with_own_backward(best, result.search)
     return replace(result, best=best) if best and best.makespan_s < result.best.makespan_s else result

@@ -187,6 +187,8 @@ def unordered(
 def _rounded(packs: MicroPacks, multiple: int) -> MicroPacks:
     """Add empty MicroPacks at each rank's end, up to a multiple: interleaved schedules run rounds of `pp`."""
     missing = -packs.counts % multiple
+    if not missing.any():
+        return packs
     sizes = np.insert(np.diff(packs.slice_offsets), np.repeat(packs.rank_offsets[1:], missing), 0)
     return replace(
         packs,
