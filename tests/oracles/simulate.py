@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.oracles.simulate_dispatch import dispatch as dispatch
+from tests.oracles.simulate_dispatch import dispatch_once as dispatch_once
 from varlen.cost.memory import (
     AHEAD,
     AHEAD_TOKENS,
@@ -197,6 +198,18 @@ def backward_counts(
         counts[HEAD, pack], counts[ANY, pack] = min(counts[OWN, pack], LOGIT_ROWS), counts[OWN, pack] > 0
     _in_turn(counts, rank_offsets)
     return counts
+
+
+def counts_alike(
+    slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int
+) -> tuple[Float64, Float64]:
+    """Count both passes of the same slices, rank by rank."""
+    whole = are_whole(slices, slices)
+    ahead = forward_counts(slice_offsets, slices, rank_offsets, cp, whole)
+    none = np.zeros(0, np.int64)
+    back = backward_counts(slice_offsets, slices, order, rank_offsets, cp, none, whole)
+    ranks = len(rank_offsets) - 1
+    return np.stack(np.split(ahead, ranks, axis=1)), np.stack(np.split(back, ranks, axis=1))
 
 
 def _in_turn(counts: Float64, rank_offsets: Int32) -> None:

@@ -26,12 +26,65 @@ def dispatch(
     waiting: Float,
     begins: Float,
     limits: Float,
+    splits: bool,
+    forward_first: bool,
+    limit_s: float,
+    tries: int,
+) -> tuple[float, NDArray[np.uint8], Float]:
+    """Run a pipeline; where a backward didn't fit, again, with what was missing kept from forwards."""
+    stages, allowed = limits.size, limits.copy()
+    passes = [forward, backward, backward][: 2 + splits]
+    tasks = sum(one.shape[1] for one in passes) * forward.shape[0] // stages
+    codes, peaks, took = np.zeros((stages, tasks), np.uint8), np.zeros(stages), 0.0
+    for _ in range(tries):
+        took = dispatch_once(
+            forward,
+            backward,
+            weight,
+            send_forward,
+            send_backward,
+            after,
+            forward_peaks,
+            forward_left,
+            backward_peaks,
+            backward_left,
+            waiting,
+            begins,
+            limits,
+            allowed,
+            splits,
+            forward_first,
+            codes,
+            peaks,
+            limit_s,
+        )
+        missing = [max(0.0, float(peak - limit)) for peak, limit in zip(peaks, limits)]
+        if took == math.inf or not any(missing):
+            break
+        allowed -= np.array(missing)
+    return took, codes, peaks
+
+
+def dispatch_once(
+    forward: Float,
+    backward: Float,
+    weight: Float,
+    send_forward: Float,
+    send_backward: Float,
+    after: Int32,
+    forward_peaks: Float,
+    forward_left: Float,
+    backward_peaks: Float,
+    backward_left: Float,
+    waiting: Float,
+    begins: Float,
+    limits: Float,
     allowed: Float,
     splits: bool,
     forward_first: bool,
     codes: NDArray[np.uint8],
     peaks: Float,
-    limit_s: float = np.inf,
+    limit_s: float,
 ) -> float:
     """Run a pipeline by the rule of `varlen.simulate.dispatch`; inf where memory lets it go no further.
 

@@ -52,9 +52,9 @@ def composed(documents: RankDocuments, count: int, grading: Grading = EVEN, **mo
     return made
 
 
-def ends_of(made: Composition) -> np.ndarray:
-    """Where its MicroPacks begin and end, being all of one rank's."""
-    return np.array([0, made.num_micropacks], np.int32)
+def ends_of(made: Composition, ranks: int = 1) -> np.ndarray:
+    """Return where the MicroPacks of each rank begin, if all ranks have the same."""
+    return made.num_micropacks * np.arange(ranks + 1, dtype=np.int32)
 
 
 BOTH = (kernels_compose, reference_compose)
@@ -207,6 +207,19 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(lengths, count, fac
     taken = [home.task_bytes(*asked) for home in (kernels, reference)]
     for one, other in zip(*taken):
         assert one.tolist() == other.tolist()
+
+
+@given(lengths_of_a_rank, st.integers(1, 20), st.integers(1, 3))
+@settings(deadline=None, max_examples=40)
+def test_counts_of_ranks_with_the_same_slices_in_both_passes_agree_with_their_reference(lengths, count, cp):
+    made = composed(rank_of(lengths), count)
+    offsets = np.append(made.slice_offsets, made.slice_offsets[1:] + made.slices.shape[1])
+    order = np.append(made.backward_order, made.num_micropacks + made.backward_order)
+    asked = (offsets, np.tile(made.slices, 2), order, ends_of(made, ranks=2), cp)
+
+    kernel, oracle = (home.counts_alike(*asked) for home in (kernels, reference))
+
+    assert [each.tolist() for each in kernel] == [each.tolist() for each in oracle]
 
 
 @given(

@@ -33,7 +33,7 @@ from varlen.plan.compose import (
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import Dispatched, Pipeline, dispatch
 from varlen.simulate.graph import StageCosts, priced
-from varlen.simulate.memory import backward_counts, bytes_of, forward_counts
+from varlen.simulate.memory import bytes_of, counts_of_both
 from varlen.types import FloatArray, Int32Array, IntArray
 
 
@@ -86,18 +86,17 @@ def work_of_block(
 
 def work_of(forward: BlockComposition, backward: BlockComposition, costs: StageCosts) -> BlockWork:
     """Price the MicroPacks of a block's ranks."""
-    (ranks, count), cp = forward.chains.shape, costs.mesh.cp
-    rank_offsets = _rank_offsets(forward)
+    ranks, count = forward.chains.shape
     ahead = priced(costs, forward.slice_offsets, forward.slices)
-    both = (forward.slice_offsets, forward.slices), (backward.slice_offsets, backward.slices)
-    counts = forward_counts(*both, rank_offsets, cp)
-    back, back_offsets = ahead, rank_offsets
-    if backward is not forward:
-        back = priced(costs, backward.slice_offsets, backward.slices)
-        back_offsets = _rank_offsets(backward)
+    back = ahead if backward is forward else priced(costs, backward.slice_offsets, backward.slices)
     back = back[backward.order]
-    order = backward.order.ravel()
-    back_counts = backward_counts(*both, order, back_offsets, cp)
+    counts = counts_of_both(
+        (forward.slice_offsets, forward.slices),
+        (backward.slice_offsets, backward.slices),
+        backward.order.ravel(),
+        (_rank_offsets(forward), _rank_offsets(backward)),
+        costs.mesh.cp,
+    )
     latency, per_row = costs.send_latency_s, costs.send_s_per_row
     return BlockWork(
         ahead=ahead.reshape(ranks, count, NUM_COLUMNS),
@@ -105,8 +104,8 @@ def work_of(forward: BlockComposition, backward: BlockComposition, costs: StageC
         send_forward=ahead[:, ROWS].reshape(ranks, count).max(axis=0) * per_row + latency,
         send_backward=back[:, :, ROWS].max(axis=0) * per_row + latency,
         after=backward.waits.max(axis=0),
-        counts_forward=_by_rank(counts, ranks),
-        counts_backward=_by_rank(back_counts, ranks),
+        counts_forward=counts[0],
+        counts_backward=counts[1],
     )
 
 
@@ -133,11 +132,6 @@ def _rank_offsets(composition: BlockComposition) -> Int32Array:
     ranks, packs = composition.chains.shape
     offsets: Int32Array = (packs * np.arange(ranks + 1)).astype(np.int32)
     return offsets
-
-
-def _by_rank(counts: FloatArray, ranks: int) -> FloatArray:
-    """Reshape `[counts, ranks * MicroPacks]` to `[ranks, counts, MicroPacks]`."""
-    return np.ascontiguousarray(counts.reshape(len(counts), ranks, -1).swapaxes(0, 1))
 
 
 def pipeline_of_block(work: BlockWork, costs: StageCosts) -> Pipeline:

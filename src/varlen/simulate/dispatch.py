@@ -51,12 +51,6 @@ class Pipeline:
     """float64 `[stages]`: bytes left beside the states."""
     splits: bool = False
 
-    @property
-    def tasks_per_stage(self) -> int:
-        """Number of tasks of each stage."""
-        per_chunk = self.forward.shape[1] + self.backward.shape[1] * (2 if self.splits else 1)
-        return int(per_chunk * (self.forward.shape[0] // self.limits.size))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Dispatched:
@@ -79,39 +73,25 @@ def dispatch(pipeline: Pipeline, *, forward_first: bool = False, limit_s: float 
     Separate weight gradients fill gaps of at least a quarter of their time (Qi et al. 2023, arXiv 2401.10241). With
     equal costs this is 1F1B. Takes O(tasks * stages), about 0.1 µs each.
     """
-    codes = np.zeros((pipeline.limits.size, pipeline.tasks_per_stage), np.uint8)
-    peaks = np.zeros(pipeline.limits.size)
-    allowed = pipeline.limits.copy()
-    for _ in range(_TRIES):
-        makespan = float(
-            kernels.dispatch(
-                pipeline.forward,
-                pipeline.backward,
-                pipeline.weight,
-                pipeline.send_forward,
-                pipeline.send_backward,
-                pipeline.after,
-                pipeline.forward_peaks,
-                pipeline.forward_left,
-                pipeline.backward_peaks,
-                pipeline.backward_left,
-                pipeline.waiting,
-                pipeline.begins,
-                pipeline.limits,
-                allowed,
-                pipeline.splits,
-                forward_first,
-                codes,
-                peaks,
-                float(limit_s),
-            )
-        )
-        over = peaks - pipeline.limits
-        if makespan == np.inf or (over <= 0).all():
-            break
-        # The memory that backwards need is only known now: reserve it and run again, also if this run gave up, since
-        # waiting earlier may finish earlier.
-        allowed -= np.maximum(over, 0)
+    makespan, codes, peaks = kernels.dispatch(
+        pipeline.forward,
+        pipeline.backward,
+        pipeline.weight,
+        pipeline.send_forward,
+        pipeline.send_backward,
+        pipeline.after,
+        pipeline.forward_peaks,
+        pipeline.forward_left,
+        pipeline.backward_peaks,
+        pipeline.backward_left,
+        pipeline.waiting,
+        pipeline.begins,
+        pipeline.limits,
+        pipeline.splits,
+        forward_first,
+        float(limit_s),
+        _TRIES,
+    )
     if limit_s < makespan < np.inf:
         return Dispatched(makespan_s=makespan, codes=codes[:, :0], peaks_bytes=peaks)
     is_over = bool((peaks > pipeline.limits).any())

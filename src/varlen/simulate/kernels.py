@@ -340,6 +340,30 @@ def backward_counts(
 
 
 @compiled
+def counts_alike(slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int) -> Any:
+    """Return `forward_counts` and `backward_counts` of passes with the same slices, by rank.
+
+    Ranks have equally many MicroPacks: float64 `[ranks, 9, MicroPacks]` and `[ranks, 17, MicroPacks]`.
+    """
+    whole = are_whole(slices, slices)
+    ahead = forward_counts(slice_offsets, slices, rank_offsets, cp, whole)
+    back = backward_counts(slice_offsets, slices, order, rank_offsets, cp, np.zeros(0, np.int64), whole)
+    return _by_rank(ahead, len(rank_offsets) - 1), _by_rank(back, len(rank_offsets) - 1)
+
+
+@compiled
+def _by_rank(counts: Float64, ranks: int) -> Float64:
+    """Turn `[counts, ranks * MicroPacks]` into `[ranks, counts, MicroPacks]`."""
+    size = counts.shape[1] // ranks
+    found = np.empty((ranks, counts.shape[0], size))
+    for rank in range(ranks):
+        for count in range(counts.shape[0]):
+            for pack in range(size):
+                found[rank, count, pack] = counts[count, rank * size + pack]
+    return found
+
+
+@compiled
 def _add_up(counts: Float64, peaks: Float64, left: Float64, most: Float64, remaining: Float64) -> None:
     """Add peaks and remaining bytes of the tasks of one pass to zeros, `[ranks, chunks, MicroPacks]` each."""
     chunks, many, things = peaks.shape
@@ -540,17 +564,59 @@ def dispatch(
     waiting: Float64,
     begins: Float64,
     limits: Float64,
+    splits: bool,
+    forward_first: bool,
+    limit_s: float,
+    tries: int,
+) -> Any:
+    """Run a pipeline, and again with less memory for forwards until backwards fit too, `tries` times at most.
+
+    Returns the last run's seconds (inf if memory doesn't suffice), its codes and its peaks; see `dispatch_once`.
+    """
+    stages = limits.size
+    tasks = (forward.shape[1] + backward.shape[1] * (2 if splits else 1)) * (forward.shape[0] // stages)
+    codes, peaks, allowed = np.zeros((stages, tasks), np.uint8), np.zeros(stages), limits.copy()
+    seconds = 0.0
+    for _ in range(tries):
+        seconds = dispatch_once(
+            forward, backward, weight, send_forward, send_backward, after, forward_peaks, forward_left,
+            backward_peaks, backward_left, waiting, begins, limits, allowed, splits, forward_first, codes, peaks,
+            limit_s,
+        )  # fmt: skip
+        if seconds == _NEVER or not (peaks > limits).any():
+            break
+        # The memory that backwards need is only known now: reserve it and run again, also if this run gave up, since
+        # waiting earlier may finish earlier.
+        allowed -= np.maximum(peaks - limits, 0.0)
+    return seconds, codes, peaks
+
+
+@compiled
+def dispatch_once(
+    forward: Float64,
+    backward: Float64,
+    weight: Float64,
+    send_forward: Float64,
+    send_backward: Float64,
+    after: Int32,
+    forward_peaks: Float64,
+    forward_left: Float64,
+    backward_peaks: Float64,
+    backward_left: Float64,
+    waiting: Float64,
+    begins: Float64,
+    limits: Float64,
     allowed: Float64,
     splits: bool,
     forward_first: bool,
     codes: NDArray[np.uint8],
     peaks: Float64,
-    limit_s: float = np.inf,
+    limit_s: float,
 ) -> float:
-    """Run a pipeline by the rule of `varlen.simulate.dispatch`.
+    """Run a pipeline by the rule of `varlen.simulate.dispatch`; writes `codes` and `peaks`.
 
-    Returns seconds, or inf if memory doesn't suffice. Once it must take longer than `limit_s`, it stops, and returns
-    the lower bound that shows this.
+    Forwards may use `allowed` bytes. Returns seconds, or inf if memory doesn't suffice. Once it must take longer than
+    `limit_s`, it stops, and returns the lower bound that shows this.
     """
     chunks, stages = forward.shape[0], limits.size
     done = np.zeros((3, chunks), np.int32)

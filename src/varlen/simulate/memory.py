@@ -124,6 +124,32 @@ def backward_counts(
     return counts
 
 
+def counts_of_both(
+    forward: Slices,
+    backward: Slices,
+    order: IntArray,
+    rank_offsets: tuple[Int32Array, Int32Array],
+    cp: int,
+) -> tuple[FloatArray, FloatArray]:
+    """Return the counts of both passes by rank; within a pass, ranks have equally many MicroPacks.
+
+    They are float64 `[ranks, 9, forward MicroPacks]` and `[ranks, 17, backward MicroPacks]`, in `order`.
+    `rank_offsets` are those of both passes.
+    """
+    if forward[1] is backward[1]:
+        alike: tuple[FloatArray, FloatArray] = kernels.counts_alike(*forward, order, rank_offsets[0], cp)
+        return alike
+    ahead = forward_counts(forward, backward, rank_offsets[0], cp)
+    back = backward_counts(forward, backward, order, rank_offsets[1], cp)
+    ranks = rank_offsets[0].size - 1
+    return _by_rank(ahead, ranks), _by_rank(back, ranks)
+
+
+def _by_rank(counts: FloatArray, ranks: int) -> FloatArray:
+    """Reshape `[counts, ranks * MicroPacks]` to `[ranks, counts, MicroPacks]`."""
+    return np.ascontiguousarray(counts.reshape(len(counts), ranks, -1).swapaxes(0, 1))
+
+
 def memory_of(plan: StepPlan, memory: Memory, graph: Graph, starts: FloatArray, stops: FloatArray) -> Curves:
     """Return the memory of each stage over time.
 
