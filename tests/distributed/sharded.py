@@ -1,13 +1,17 @@
 """Steps of processes among which FSDP2 has divided parameters, beside one process."""
 
 from contextlib import closing, nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.distances import furthest, whole_of
 from tests.support.pipelines import alone, batch_of, compare, plan_of, replicas_of, runnable, shard, small
 from tests.support.sliced import tiny
+from tests.support.step_plans import plan_of as shared_plan_of
 from tests.support.tiny_families import Wide
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,6 +25,7 @@ from varlen.runtime.main_grads import local
 from varlen.runtime.mesh.fsdp import Shards
 from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.split import Elsewhere, cut_to_stage, devices_of, divide_layers
+from varlen.step_plan import BACKWARD, FORWARD
 
 
 def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
@@ -177,10 +182,22 @@ SIZES_OF_MEMORY = {
 }
 
 
+def shared_by_all(length: int, slices: int, mesh: vl.Mesh, recompute: Any) -> vl.StepPlan:
+    """A plan of one document, in slices, that all data-parallel ranks share."""
+    edges = np.linspace(0, length, slices + 1).astype(int).tolist()
+    cuts = [[(0, *ends)] for ends in pairwise(edges)]
+    tasks = [[FORWARD] * slices + [BACKWARD] * slices] * mesh.dp * mesh.pp
+    plan = shared_plan_of([cuts] * mesh.dp, [cuts[::-1]] * mesh.dp, tasks, mesh)
+    return replace(plan, recompute=recompute)
+
+
 def run_memory(
-    rank: int, world: int, sharding: Any, gathered: Any, pp: int, recompute: Any, vocab: int
+    rank: int, world: int, sharding: Any, gathered: Any, pp: int, recompute: Any, vocab: int, slices: int = 0
 ) -> dict[str, Any]:
-    """The most bytes alive on each rank, parameters and an optimizer's states among them, and what is predicted."""
+    """The most bytes alive on each rank, parameters and an optimizer's states among them, and what is predicted.
+
+    With slices, ranks share one document, of so many; without, each has whole ones.
+    """
     mesh, is_sharded = vl.Mesh(dp=world // pp, pp=pp, sharding=sharding), sharding == "parameters"
     with TrackedBytes() as meter:
         dtype = torch.float32 if is_sharded else torch.bfloat16
@@ -193,7 +210,11 @@ def run_memory(
             states="float32" if is_sharded else "masters",
             gathered=gathered,
         )
-        plan = vl.plan_step([450] * 6 * mesh.dp, cost=cost, mesh=mesh, method="packed", capacity=900)
+        plan = (
+            shared_by_all(900 * mesh.dp, slices, mesh, recompute)
+            if slices
+            else vl.plan_step([450] * 6 * mesh.dp, cost=cost, mesh=mesh, method="packed", capacity=900)
+        )
         cut_to_stage(model, mesh, rank // mesh.dp)
         if is_sharded:
             shard(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))

@@ -515,6 +515,25 @@ def test_ranks_that_share_a_document_hold_what_is_predicted(name, recompute, sav
     check(name, replace(plan, offload=offload), saved)
 
 
+FEW_ROWS = [(4, "full", "layers", "kv"), (5, "full", "layers", "none")]
+
+
+@pytest.mark.parametrize(
+    ("count", "recompute", "saved", "offload"),
+    mostly(FEW_ROWS, [(count, *way) for count in (1, 2, 3, 4, 5, 8) for way in WAYS]),
+)
+@pytest.mark.parametrize("ranks", mostly([2], [1, 2, 4]))
+def test_the_gradient_of_the_head_is_there_before_its_norm_runs_backward(
+    ranks, count, recompute, saved, offload
+):
+    """Slices of few rows, where a matrix counts; and a norm that takes more than the logits."""
+    cuts: list[list[Slice]] = [
+        [(0, *each)] for each in pairwise(800 * ranks * k // count for k in range(count + 1))
+    ]
+    plan = plan_of([800 * ranks], [(0, ranks)], [cuts] * ranks, [cuts[::-1]] * ranks, recompute=recompute)
+    check("wide", replace(plan, offload=offload), saved)
+
+
 @pytest.mark.parametrize("name", mostly(["wide"], MODELS))
 @pytest.mark.parametrize(("recompute", "share"), [("none", 1.0), ("full", 1.0), ("full", 0.5)])
 @pytest.mark.parametrize("other", [300, 900])
