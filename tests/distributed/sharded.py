@@ -183,12 +183,15 @@ SIZES_OF_MEMORY = {
 
 
 def shared_by_all(length: int, slices: int, mesh: vl.Mesh, recompute: Any) -> vl.StepPlan:
-    """A plan of one document, in slices, that all data-parallel ranks share."""
+    """A plan of one document, in slices, that all data-parallel ranks share, after a short one on each rank.
+
+    The short ones leave gradients, which are states of the slices that come next.
+    """
     edges = np.linspace(0, length, slices + 1).astype(int).tolist()
-    cuts = [[(0, *ends)] for ends in pairwise(edges)]
-    tasks = [[FORWARD] * slices + [BACKWARD] * slices] * mesh.dp * mesh.pp
-    plan = shared_plan_of([cuts] * mesh.dp, [cuts[::-1]] * mesh.dp, tasks, mesh)
-    return replace(plan, recompute=recompute)
+    cuts = [[(mesh.dp, *ends)] for ends in pairwise(edges)]
+    passes = ([[[(rank, 0, 8)], *packs] for rank in range(mesh.dp)] for packs in (cuts, cuts[::-1]))
+    tasks = [[FORWARD, BACKWARD] + [FORWARD] * slices + [BACKWARD] * slices] * mesh.dp * mesh.pp
+    return replace(shared_plan_of(*passes, tasks, mesh), recompute=recompute)
 
 
 def run_memory(
