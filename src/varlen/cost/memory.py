@@ -129,8 +129,8 @@ def memory_of(
     - With saved="stage", rows hold the input of the first layer of their chunk, in host memory if keys and values
       are; while a MicroPack runs backward, the inputs of all recomputed layers exist for its rows.
     - Parameters that ranks divide are gathered unit by unit; see `Units`.
-    - If ranks share a document, eager layers gather its keys and values, one layer at a time, and those of a slice
-      that ends within `AHEAD_TOKENS` a layer ahead; fused ones use a ring.
+    - If GPUs share a document, by a plan or by cp, eager layers gather its keys and values, one layer at a time, and
+      those of a slice that ends within `AHEAD_TOKENS` a layer ahead; fused ones use a ring.
     """
     layers, layer = stages.layers, layer_bytes(model, mesh, recompute, kernels)
     num_again = layers_again(layers, recompute_share) * (recompute == "full")
@@ -498,8 +498,8 @@ INDEX_BYTES: Final = 24.0
 
 # Counts of a forward MicroPack, on one GPU:
 # OWN: its rows. AHEAD: rows of documents that begin in it beyond its own, less its own rows of documents that began
-# earlier. NEAR: tokens of its documents up to its end. GATHERED, SHARED: tokens of the longest document that ranks
-# share, of all ranks and of this one. NEXT, BEFORE: rows of the next and the previous MicroPack. WHOLE: rows of
+# earlier. NEAR: tokens of its documents up to its end. GATHERED, SHARED: tokens of the longest document that GPUs
+# share, of all of them and of this one. NEXT, BEFORE: rows of the next and the previous MicroPack. WHOLE: rows of
 # documents that are whole in one MicroPack of each pass, whose keys and values are in no cache. EARLY: tokens before
 # the slice that ranks gather a layer ahead, and this rank's part of them, which it sends.
 OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE, WHOLE, EARLY = range(9)
