@@ -104,7 +104,7 @@ def _names_in(kind: Any, method: str | None) -> frozenset[str]:
     for each in kind.__mro__:
         module = each.__module__
         if module not in ("transformers.modeling_utils", "builtins") and not module.startswith("torch."):
-            for name, attribute in vars(each).items():
+            for name, attribute in tuple(vars(each).items()):
                 codes += _codes_of(attribute) if method in (None, name) else []
     names: set[str] = set()
     while codes:

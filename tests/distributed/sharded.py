@@ -1,13 +1,17 @@
 """Steps of processes among which FSDP2 has divided parameters, beside one process."""
 
 from contextlib import closing, nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.distances import furthest, whole_of
 from tests.support.pipelines import alone, batch_of, compare, plan_of, replicas_of, runnable, shard, small
 from tests.support.sliced import tiny
+from tests.support.step_plans import plan_of as shared_plan_of
 from tests.support.tiny_families import Wide
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,6 +25,7 @@ from varlen.runtime.main_grads import local
 from varlen.runtime.mesh.fsdp import Shards
 from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.split import Elsewhere, cut_to_stage, devices_of, divide_layers
+from varlen.step_plan import BACKWARD, FORWARD
 
 
 def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
@@ -177,10 +182,25 @@ SIZES_OF_MEMORY = {
 }
 
 
+def shared_by_all(length: int, slices: int, mesh: vl.Mesh, recompute: Any) -> vl.StepPlan:
+    """A plan of one document, in slices, that all data-parallel ranks share, after a short one on each rank.
+
+    The short ones leave gradients, which are states of the slices that come next.
+    """
+    edges = np.linspace(0, length, slices + 1).astype(int).tolist()
+    cuts = [[(mesh.dp, *ends)] for ends in pairwise(edges)]
+    passes = ([[[(rank, 0, 8)], *packs] for rank in range(mesh.dp)] for packs in (cuts, cuts[::-1]))
+    tasks = [[FORWARD, BACKWARD] + [FORWARD] * slices + [BACKWARD] * slices] * mesh.dp * mesh.pp
+    return replace(shared_plan_of(*passes, tasks, mesh), recompute=recompute)
+
+
 def run_memory(
-    rank: int, world: int, sharding: Any, gathered: Any, pp: int, recompute: Any, vocab: int
+    rank: int, world: int, sharding: Any, gathered: Any, pp: int, recompute: Any, vocab: int, slices: int = 0
 ) -> dict[str, Any]:
-    """The most bytes alive on each rank, parameters and an optimizer's states among them, and what is predicted."""
+    """The most bytes alive on each rank, parameters and an optimizer's states among them, and what is predicted.
+
+    With slices, ranks share one document, of so many; without, each has whole ones.
+    """
     mesh, is_sharded = vl.Mesh(dp=world // pp, pp=pp, sharding=sharding), sharding == "parameters"
     with TrackedBytes() as meter:
         dtype = torch.float32 if is_sharded else torch.bfloat16
@@ -193,7 +213,11 @@ def run_memory(
             states="float32" if is_sharded else "masters",
             gathered=gathered,
         )
-        plan = vl.plan_step([450] * 6 * mesh.dp, cost=cost, mesh=mesh, method="packed", capacity=900)
+        plan = (
+            shared_by_all(900 * mesh.dp, slices, mesh, recompute)
+            if slices
+            else vl.plan_step([450] * 6 * mesh.dp, cost=cost, mesh=mesh, method="packed", capacity=900)
+        )
         cut_to_stage(model, mesh, rank // mesh.dp)
         if is_sharded:
             shard(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))

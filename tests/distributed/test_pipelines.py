@@ -196,11 +196,12 @@ SHARDINGS = [("none", "unit"), ("optimizer", "unit"), ("parameters", "unit"), ("
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("slices", [0, 1, 4, 5])
+@pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize(("ranks", "pp"), [(2, 1), (4, 1), (4, 2)])
-def test_peaks_of_memory_are_predicted_in_all_ways(tmp_path, ranks, pp):
+def test_peaks_of_memory_are_predicted_in_all_ways(tmp_path, ranks, pp, sharding, slices):
     ways = [
-        (*sharding, pp, recompute, vocab)
-        for sharding in SHARDINGS
+        (*sharding, pp, recompute, vocab, slices)
         for recompute in ("none", "selective", "full")
         for vocab in (512, 4000)
     ]

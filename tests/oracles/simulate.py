@@ -120,13 +120,13 @@ def memory_curves(
     sizes[:] = [size for _, size in points]
 
 
-def are_whole(slices: Int32, others: Int32) -> NDArray[np.bool_]:
-    """Which slices are documents of one slice in both passes, on one rank."""
+def are_whole(slices: Int32, others: Int32, cp: int) -> NDArray[np.bool_]:
+    """Which slices are documents of one slice in both passes, on one GPU."""
     both = [
         {document for start, _, _, document, is_end in table.T.tolist() if start == 0 and is_end}
         for table in (slices, others)
     ]
-    alone = [ranks == 1 for ranks in slices[2].tolist()]
+    alone = [ranks * cp == 1 for ranks in slices[2].tolist()]
     whole = [document in both[0] & both[1] and one for document, one in zip(slices[3].tolist(), alone)]
     return np.array(whole, np.bool_)
 
@@ -186,7 +186,7 @@ def backward_counts(
             counts[RETURNED, pack] += sum(last - first for first, last in own if first >= start) / share
             taken += len(own)
             counts[WHOLE, pack] += rows / share * is_whole
-            keys = min(start, BACKWARD_KEYS) / share if ranks == 1 else 0.0
+            keys = min(start, BACKWARD_KEYS) / share if ranks * cp == 1 else 0.0
             # Keys and values are copied before gradients of twice their width, where there are some to copy.
             moved = start / share / (2.0 if is_end else 1.0)
             counts[KEYS, pack] = max(counts[KEYS, pack], keys)
@@ -224,7 +224,7 @@ def _ahead(pieces: list[tuple[int, ...]], cp: int) -> tuple[float, float]:
 
     It is the longest shared one, if it is not too long and no other ends in its second half.
     """
-    shared = sorted((piece for piece in pieces if piece[2] > 1), key=lambda piece: piece[1])
+    shared = sorted((piece for piece in pieces if piece[2] * cp > 1), key=lambda piece: piece[1])
     if not shared or shared[-1][1] > AHEAD_TOKENS or any(2 * one[1] > shared[-1][1] for one in shared[:-1]):
         return 0.0, 0.0
     start, stop, ranks, *_ = shared[-1]
@@ -233,7 +233,7 @@ def _ahead(pieces: list[tuple[int, ...]], cp: int) -> tuple[float, float]:
 
 def _gathered(counts: Float64, pack: int, ends: list[tuple[int, ...]], cp: int) -> None:
     """Count the longest document that ranks share, given where slices stop and who shares them."""
-    shared = [(stop, ranks) for stop, ranks in ends if ranks > 1]
+    shared = [(stop, ranks) for stop, ranks in ends if ranks * cp > 1]
     if shared:
         stop, ranks = max(shared, key=lambda one: one[0])
         counts[[GATHERED, SHARED], pack] = stop, stop / float(ranks * cp)

@@ -171,9 +171,9 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(lengths, count, fac
     cuts = np.unique(ahead.slices[3].astype(np.int64) << 32 | ahead.slices[1])
     counted = [
         (
-            home.are_whole(back.slices, ahead.slices),
+            home.are_whole(back.slices, ahead.slices, cp),
             home.forward_counts(
-                back.slice_offsets, back.slices, ends, cp, home.are_whole(back.slices, ahead.slices)
+                back.slice_offsets, back.slices, ends, cp, home.are_whole(back.slices, ahead.slices, cp)
             ),
             home.backward_counts(
                 back.slice_offsets,
@@ -182,7 +182,7 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(lengths, count, fac
                 ends,
                 cp,
                 cuts,
-                home.are_whole(back.slices, ahead.slices),
+                home.are_whole(back.slices, ahead.slices, cp),
             ),
         )
         for home in (kernels, reference)
@@ -190,7 +190,7 @@ def test_what_a_backward_waits_for_agrees_with_its_reference(lengths, count, fac
     for one, other in zip(*counted):
         assert one.tolist() == other.tolist()
     same = (ahead.slice_offsets, ahead.slices, np.arange(ahead.num_micropacks), ends_of(ahead), cp)
-    whole = kernels.are_whole(ahead.slices, ahead.slices)
+    whole = kernels.are_whole(ahead.slices, ahead.slices, cp)
     alike = [
         home.backward_counts(*same, each, whole) for home in (kernels, reference) for each in (cuts, cuts[:0])
     ]

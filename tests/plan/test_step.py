@@ -436,14 +436,14 @@ CONTEXT = [(2, 2, 2), (1, 3, 4), (2, 4, 1)]
 
 @pytest.mark.parametrize(("dp", "pp", "cp"), CONTEXT)
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "parameters"])
-@pytest.mark.parametrize("virtual_stages", [1, 2])
+@pytest.mark.parametrize(("virtual_stages", "kernels"), [(1, "fused"), (2, "fused"), (1, "eager")])
 def test_ranks_that_share_all_documents_are_those_of_a_mesh_with_context_parallelism(
-    dp, pp, cp, sharding, virtual_stages
+    dp, pp, cp, sharding, virtual_stages, kernels
 ):
     lengths = np.append(long_tailed(60, 60_000), 0).astype(np.int32)
     mesh, cost = (
         vl.Mesh(dp=dp, pp=pp, cp=cp, tp=4, sharding=sharding, virtual_stages=virtual_stages),
-        cost_of(),
+        cost_of(kernels=kernels),
     )
 
     for method in ("sliced", "dynamic_cp"):

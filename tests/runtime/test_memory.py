@@ -41,7 +41,7 @@ from varlen.runtime.stage_run import StageRunner, Took, is_out_of_memory, rows_t
 from varlen.runtime.step import chunk_steps, layers_of, run_step, step_data
 from varlen.simulate.memory import plan_bytes
 from varlen.simulate.schedules import interleaved, sliced
-from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Mesh, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Mesh, StepPlan, spread
 from varlen.types import FloatArray
 
 COPIES = (
@@ -438,7 +438,8 @@ ON_ONE = [(name, *held) for name in MODELS for held in (((600,), 100), ((500, 40
 def check(name: str, plan: StepPlan, saved: Any, rel: float = 0.02) -> None:
     model = tiny("llama", torch.bfloat16, **MODELS[name])
 
-    found, said = measured(model, plan, saved), predicted(model, plan, saved)
+    found = measured(model, spread(plan), saved)
+    said = predicted(model, plan, saved).repeat(plan.mesh.cp, axis=0)
 
     for place, (one, other) in enumerate(zip(found.ravel().tolist(), said.ravel().tolist())):
         print(f"place {place}: measured {one:,.0f}, predicted {other:,.0f}, {other / one - 1:+.2%}")
@@ -513,6 +514,35 @@ def test_ranks_that_share_a_document_hold_what_is_predicted(name, recompute, sav
     cuts: list[list[Slice]] = [[(0, *each)] for each in pairwise(range(0, 1601, 1600 // count))]
     plan = plan_of([1600], [(0, ranks)], [cuts] * ranks, [cuts[::-1]] * ranks, recompute=recompute)
     check(name, replace(plan, offload=offload), saved)
+
+
+@pytest.mark.parametrize(("ranks", "count"), mostly([(2, 5)], [(2, 1), (2, 5), (4, 2)]))
+@pytest.mark.parametrize("name", mostly(["wide"], MODELS))
+@EACH_WAY
+def test_gpus_of_context_parallelism_hold_what_is_predicted(name, recompute, saved, offload, ranks, count):
+    cuts = [[(0, *each)] for each in pairwise(range(0, 1601, 1600 // count))] + [[(1, 0, 320)]]
+    plan = plan_of_slices([1600, 320], cuts, recompute=recompute, mesh=Mesh(cp=ranks))
+    plan = replace(plan, offload=offload)
+    check(name, plan, saved)
+
+
+FEW_ROWS = [(4, "full", "layers", "kv"), (5, "full", "layers", "none")]
+
+
+@pytest.mark.parametrize(
+    ("count", "recompute", "saved", "offload"),
+    mostly(FEW_ROWS, [(count, *way) for count in (1, 2, 3, 4, 5, 8) for way in WAYS]),
+)
+@pytest.mark.parametrize("ranks", mostly([2], [1, 2, 4]))
+def test_the_gradient_of_the_head_is_there_before_its_norm_runs_backward(
+    ranks, count, recompute, saved, offload
+):
+    """Slices of few rows, where a matrix counts; and a norm that takes more than the logits."""
+    cuts: list[list[Slice]] = [
+        [(0, *each)] for each in pairwise(800 * ranks * k // count for k in range(count + 1))
+    ]
+    plan = plan_of([800 * ranks], [(0, ranks)], [cuts] * ranks, [cuts[::-1]] * ranks, recompute=recompute)
+    check("wide", replace(plan, offload=offload), saved)
 
 
 @pytest.mark.parametrize("name", mostly(["wide"], MODELS))

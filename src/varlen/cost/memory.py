@@ -129,22 +129,24 @@ def memory_of(
     - With saved="stage", rows hold the input of the first layer of their chunk, in host memory if keys and values
       are; while a MicroPack runs backward, the inputs of all recomputed layers exist for its rows.
     - Parameters that ranks divide are gathered unit by unit; see `Units`.
-    - If ranks share a document, eager layers gather its keys and values, one layer at a time, and those of a slice
-      that ends within `AHEAD_TOKENS` a layer ahead; fused ones use a ring.
+    - If GPUs share a document, by a plan or by cp, eager layers gather its keys and values, one layer at a time, and
+      those of a slice that ends within `AHEAD_TOKENS` a layer ahead; fused ones use a ring.
     """
     layers, layer = stages.layers, layer_bytes(model, mesh, recompute, kernels)
     num_again = layers_again(layers, recompute_share) * (recompute == "full")
     held_inputs, made_inputs = _inputs(layers, num_again, offload, saved)
     is_far, is_eager = (offload == "kv") & (layers > LAYERS_ON_DEVICE), kernels == "eager"
-    logits = logit_bytes(model, kernels) / mesh.tp
+    in_norm, in_product = head_bytes(model)
+    has_head = stages.has_head & is_eager
     chunks = Chunks(
         layers=layers,
         num_again=num_again,
         made_inputs=made_inputs,
         near=np.where(is_far, 0.0, layer.kv),
         far=np.where(is_far, layer.kv, 0.0),
-        head=np.where(stages.has_head & is_eager, logits, 0.0),
-        head_matrix=np.where(stages.has_head & is_eager, 2.0 * model.head_parameters / mesh.tp, 0.0),
+        in_norm=np.where(has_head, in_norm / mesh.tp, 0.0),
+        in_product=np.where(has_head, in_product / mesh.tp, 0.0),
+        head_matrix=np.where(has_head, 2.0 * model.head_parameters / mesh.tp, 0.0),
         splits=splits_backward,
     )
     inputs = layer.hidden * held_inputs
@@ -204,7 +206,7 @@ def _state_bytes(
     if units is not None:
         chunks += units.always * (np.arange(mesh.num_chunks) < mesh.pp)
     if kernels == "fused":
-        chunks += LOGIT_ROWS * logit_bytes(model) / mesh.tp * stages.has_head
+        chunks += LOGIT_ROWS * LOGIT_BYTES * model.vocab / mesh.tp * stages.has_head
     of_stages: FloatArray = chunks.reshape(mesh.virtual_stages, mesh.pp).sum(axis=0)
     return of_stages
 
@@ -496,8 +498,8 @@ INDEX_BYTES: Final = 24.0
 
 # Counts of a forward MicroPack, on one GPU:
 # OWN: its rows. AHEAD: rows of documents that begin in it beyond its own, less its own rows of documents that began
-# earlier. NEAR: tokens of its documents up to its end. GATHERED, SHARED: tokens of the longest document that ranks
-# share, of all ranks and of this one. NEXT, BEFORE: rows of the next and the previous MicroPack. WHOLE: rows of
+# earlier. NEAR: tokens of its documents up to its end. GATHERED, SHARED: tokens of the longest document that GPUs
+# share, of all of them and of this one. NEXT, BEFORE: rows of the next and the previous MicroPack. WHOLE: rows of
 # documents that are whole in one MicroPack of each pass, whose keys and values are in no cache. EARLY: tokens before
 # the slice that ranks gather a layer ahead, and this rank's part of them, which it sends.
 OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE, WHOLE, EARLY = range(9)
@@ -561,10 +563,12 @@ class Chunks:
     """Bytes of keys and values per row and layer on the device."""
     far: FloatArray
     """Bytes of keys and values per row and layer in host memory."""
-    head: FloatArray
-    """Bytes of a row of logits; 0 without a head, or if it is counted elsewhere."""
+    in_norm: FloatArray
+    """Bytes of a row in the head, as `head_bytes`; 0 without a head, or if it is counted elsewhere."""
+    in_product: FloatArray
+    """The same while `head_matrix` exists."""
     head_matrix: FloatArray
-    """Bytes of a product of the head's shape, before it is accumulated; 0 as of `head`."""
+    """Bytes of a product of the head's shape, before it is accumulated; 0 as of `in_norm`."""
     splits: bool
     """Whether weight gradients are separate tasks."""
 
@@ -639,20 +643,8 @@ def backward_peaks(
         _open(ended, chunks, chunks.layers)
         ended[:, NEAR] = LAYERS_ON_DEVICE * chunks.far
         peaks.append(ended)
-    logits, is_made = taken.copy(), num_stored == 0
-    logits[:, HEAD] = chunks.head
-    logits[:, OWN] += layer.hidden + 4 + (layer.made + layer.hidden * chunks.made_inputs) * is_made
-    logits[:, NEAR] = LAYERS_ON_DEVICE * chunks.far * is_made
-    logits[:, COPIED] = _copied(layer, chunks, is_made)
-    logits[:, ANY] = chunks.head_matrix
-    logits[:, KNOWN] = layer.kv * layer.is_eager * is_made * _is_ahead(chunks)
-    has_logits = chunks.head > 0
+    peaks += _in_head(layer, chunks, taken, units)
     if units is not None:
-        # Parameters of both ends, which one module may hold; the head's gradients; parameters of the next layer, and
-        # of one that was made again.
-        ends = 3 * units.head + units.embedding * (units.kept == 0)
-        logits[:, ANY] += ends + units.layer * (1 + is_made) - units.always
-        has_logits = units.head > 0
         embedding = taken.copy()
         embedding[:, OWN] += 3 * layer.hidden  # the gradient of what came in, in float32 too
         _finish(embedding, layer, chunks, chunks.layers)
@@ -661,12 +653,31 @@ def backward_peaks(
         embedding[:, ANY] = np.maximum(units.message + gradient, gradient * units.sums) - units.always
         embedding *= (units.embedding > 0)[:, np.newaxis]
         peaks.append(embedding)
-    logits[:, WHOLE] = layer.kv * is_made
-    logits *= has_logits[:, np.newaxis]
-    peaks.append(logits)
     for peak in peaks:  # NEAR counts whole documents too
         peak[:, WHOLE] = (peak[:, WHOLE] - peak[:, NEAR]) * layer.is_eager
     return _needed(peaks)
+
+
+def _in_head(layer: LayerBytes, chunks: Chunks, taken: FloatArray, units: Units | None) -> list[FloatArray]:
+    """Return the peaks in the head: while the gradient of its matrix is computed, and after that."""
+    is_made = chunks.num_again == chunks.layers
+    product = taken.copy()
+    product[:, OWN] += layer.hidden + 4 + (layer.made + layer.hidden * chunks.made_inputs) * is_made
+    product[:, NEAR] = LAYERS_ON_DEVICE * chunks.far * is_made
+    product[:, COPIED] = _copied(layer, chunks, is_made)
+    product[:, KNOWN] = layer.kv * layer.is_eager * is_made * _is_ahead(chunks)
+    product[:, WHOLE] = layer.kv * is_made
+    has_head = chunks.in_norm > 0
+    if units is not None:
+        # Parameters of both ends, which one module may hold; the head's gradients; parameters of the next layer, and
+        # of one that was made again.
+        ends = 3 * units.head + units.embedding * (units.kept == 0)
+        product[:, ANY] = ends + units.layer * (1 + is_made) - units.always
+        has_head = units.head > 0
+    norm = product.copy()
+    product[:, HEAD], norm[:, HEAD] = chunks.in_product, chunks.in_norm
+    product[:, ANY] += chunks.head_matrix  # added to the gradient, and freed, before the norm's backward pass
+    return [peak * has_head[:, np.newaxis] for peak in (product, norm)]
 
 
 def _in_layer(
@@ -748,14 +759,17 @@ def _open(peak: FloatArray, chunks: Chunks, layers: FloatArray) -> None:
     peak[:, OPENED] = 2 * chunks.near * layers + 2 * chunks.far * np.minimum(layers, LAYERS_ON_DEVICE)
 
 
-def logit_bytes(model: ModelShape, kernels: Kernels = "fused") -> float:
-    """Return bytes of a row's logits, or of the final norm's backward pass if it is eager and takes more.
+def head_bytes(model: ModelShape) -> tuple[float, float]:
+    """Return bytes of a row in an eager head, besides a gradient of 2h, which is counted elsewhere.
 
-    The norm takes 30h at its widest, and 12h together with the logits, of which a gradient of 2h is counted
-    elsewhere.
+    While the gradient of its matrix is computed, the final norm stores 8h, and the logits exist. Then there is the
+    gradient of the norm's output, 2h more; or, without logits, the norm's backward pass, 28h, if that takes more.
+
+    Returns:
+        The most after the matrix's gradient was computed, and the bytes while it is.
     """
     logits = float(LOGIT_BYTES * model.vocab)
-    return logits if kernels == "fused" else max(10 * model.hidden + logits, 28.0 * model.hidden)
+    return max(10 * model.hidden + logits, 28.0 * model.hidden), 8 * model.hidden + logits
 
 
 def _needed(peaks: list[FloatArray]) -> FloatArray:

@@ -204,8 +204,8 @@ def _in_turn(counts: Float64, rank_offsets: Int32) -> None:
 
 
 @compiled
-def are_whole(slices: Int32, others: Int32) -> NDArray[np.bool_]:
-    """Return which slices are whole documents, in the other pass too, that ranks don't share; bool `[slices]`."""
+def are_whole(slices: Int32, others: Int32, cp: int) -> NDArray[np.bool_]:
+    """Return which slices are whole documents, in the other pass too, that GPUs don't share; bool `[slices]`."""
     count = 0
     for table in (slices, others):
         for one in range(table.shape[1]):
@@ -214,21 +214,21 @@ def are_whole(slices: Int32, others: Int32) -> NDArray[np.bool_]:
     for one in range(others.shape[1]):
         there[others[3, one]] |= others[0, one] == 0 and others[4, one] == 1
     for one in range(slices.shape[1]):
-        is_whole = slices[0, one] == 0 and slices[4, one] == 1 and slices[2, one] == 1
+        is_whole = slices[0, one] == 0 and slices[4, one] == 1 and slices[2, one] * cp == 1
         found[one] = is_whole and there[slices[3, one]]
     return found
 
 
 @compiled
-def _ahead(slice_offsets: Int32, slices: Int32, pack: int) -> int:
-    """Return the slice of a MicroPack that ranks gather ahead, by its rows alone; -1 if none.
+def _ahead(slice_offsets: Int32, slices: Int32, pack: int, cp: int) -> int:
+    """Return the slice of a MicroPack that GPUs gather ahead, by its rows alone; -1 if none.
 
     It is that of `varlen.runtime.mesh.shared_documents.gathered_ahead`, or one more.
     """
     longest, second, found = 0, 0, -1
     for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
         stop = slices[1, one]
-        if slices[2, one] > 1:
+        if slices[2, one] * cp > 1:
             if stop > longest:
                 longest, second, found = stop, longest, one
             else:
@@ -251,15 +251,16 @@ def forward_counts(
         lengths[document_ids[one]] = max(lengths[document_ids[one]], stops[one])
     for pack in range(len(slice_offsets) - 1):
         for one in range(slice_offsets[pack], slice_offsets[pack + 1]):
-            start, stop, share = starts[one], stops[one], float(num_ranks[one] * cp)
+            start, stop, gpus = starts[one], stops[one], num_ranks[one] * cp
+            share = float(gpus)
             counts[OWN, pack] += (stop - start) / share
             counts[AHEAD, pack] += ((0 if start else lengths[document_ids[one]]) - stop + start) / share
             counts[NEAR, pack] += stop / share
             if whole[one]:
                 counts[WHOLE, pack] += stop / share
-            if num_ranks[one] > 1 and stop > counts[GATHERED, pack]:
+            if gpus > 1 and stop > counts[GATHERED, pack]:
                 counts[GATHERED, pack], counts[SHARED, pack] = stop, stop / share
-        one = _ahead(slice_offsets, slices, pack)
+        one = _ahead(slice_offsets, slices, pack, cp)
         if one >= 0:
             counts[EARLY, pack] = starts[one] * (1.0 + 1.0 / (num_ranks[one] * cp))
     _in_turn(counts, rank_offsets)
@@ -303,7 +304,8 @@ def backward_counts(
         first, last = slice_offsets[order[pack]], slice_offsets[order[pack] + 1]
         taken = 0
         for one in range(first, last):
-            start, stop, share = starts[one], stops[one], float(num_ranks[one] * cp)
+            start, stop, gpus = starts[one], stops[one], num_ranks[one] * cp
+            share = float(gpus)
             counts[OWN, pack] += (stop - start) / share
             document = document_ids[one]
             if whole[one]:
@@ -320,7 +322,7 @@ def backward_counts(
                 counts[CLOSED, pack] += (stop - start) / share
                 counts[NEAR, pack] += 3.0 * stop / share
             moved = start / share / (2.0 if is_end[one] else 1.0)
-            if num_ranks[one] > 1:
+            if gpus > 1:
                 if stop > counts[GATHERED, pack]:
                     counts[GATHERED, pack], counts[SHARED, pack] = stop, stop / share
             else:
@@ -328,7 +330,7 @@ def backward_counts(
                 counts[KEYS, pack] = max(counts[KEYS, pack], keys)
                 moved = max(moved, keys)
             counts[MOVED, pack] = max(counts[MOVED, pack], moved)
-        one = _ahead(slice_offsets, slices, order[pack])
+        one = _ahead(slice_offsets, slices, order[pack], cp)
         if one >= 0:
             counts[EARLY, pack] = starts[one] * (1.0 + 1.0 / (num_ranks[one] * cp))
             counts[KNOWN, pack] = stops[one] * (1.0 + 1.0 / (num_ranks[one] * cp))

@@ -104,7 +104,7 @@ ranks, document ids, whether the document ends here."""
 
 def forward_counts(forward: Slices, backward: Slices, rank_offsets: Int32Array, cp: int) -> FloatArray:
     """Return the counts of forward MicroPacks (see `varlen.cost.memory`), float64 `[9, MicroPacks]`."""
-    whole = kernels.are_whole(forward[1], backward[1])
+    whole = kernels.are_whole(forward[1], backward[1], cp)
     counts: FloatArray = kernels.forward_counts(*forward, rank_offsets, cp, whole)
     return counts
 
@@ -119,7 +119,7 @@ def backward_counts(
     cuts = np.zeros(0, np.int64)
     if forward[1] is not backward[1]:  # else forward and backward slices are the same
         cuts = np.sort(forward[1][3].astype(np.int64) << 32 | forward[1][1])
-    whole = kernels.are_whole(backward[1], forward[1])
+    whole = kernels.are_whole(backward[1], forward[1], cp)
     counts: FloatArray = kernels.backward_counts(*backward, order, rank_offsets, cp, cuts, whole)
     return counts
 
