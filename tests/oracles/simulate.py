@@ -204,7 +204,7 @@ def counts_alike(
     slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int
 ) -> tuple[Float64, Float64]:
     """Count both passes of the same slices, rank by rank."""
-    whole = are_whole(slices, slices)
+    whole = are_whole(slices, slices, cp)
     ahead = forward_counts(slice_offsets, slices, rank_offsets, cp, whole)
     none = np.zeros(0, np.int64)
     back = backward_counts(slice_offsets, slices, order, rank_offsets, cp, none, whole)

@@ -347,7 +347,7 @@ def counts_alike(slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets
 
     Ranks have equally many MicroPacks: float64 `[ranks, 9, MicroPacks]` and `[ranks, 17, MicroPacks]`.
     """
-    whole = are_whole(slices, slices)
+    whole = are_whole(slices, slices, cp)
     ahead = forward_counts(slice_offsets, slices, rank_offsets, cp, whole)
     back = backward_counts(slice_offsets, slices, order, rank_offsets, cp, np.zeros(0, np.int64), whole)
     return _by_rank(ahead, len(rank_offsets) - 1), _by_rank(back, len(rank_offsets) - 1)
