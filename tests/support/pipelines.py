@@ -271,6 +271,7 @@ def refusals_of_tp(rank: int, world: int) -> dict[str, str]:
     with ended(ours, mesh, rank):  # once more, of the same model
         pass
     tried("heads", tiny("llama", num_key_value_heads=1), **here)
+    tried("chunks", family("llama4_text"), **{**here, "mesh": vl.Mesh(cp=world)})
     sharded = small(0)
     fully_shard(sharded, mesh=devices)
     tried("fully_shard", sharded, **here)

@@ -11,6 +11,7 @@ from benchmarks.plan.accuracy import LENGTHS as CASES
 from benchmarks.plan.accuracy import cases, predicted_bytes
 from tests.support.rarely import IS_SOAK, mostly
 from tests.support.sliced import tiny, tokens_of, with_gradients
+from tests.support.tiny_families import SETTINGS
 from tests.support.training import (
     EVEN,
     LLAMA,
@@ -34,10 +35,12 @@ from varlen.errors import ModelError, PlanError, SettingError
 from varlen.plan.planner import Planner
 from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.clock import bytes_meter
+from varlen.runtime.split import check_ranks
 from varlen.runtime.step import run_step
 from varlen.train import affordable as affordable_module
 from varlen.train import plans as pricing
 from varlen.train.affordable import affordable
+from varlen.train.parallel import Ranks
 from varlen.train.plans import WIDE, with_wide_rows
 from varlen.train.settings import OptimizerSettings
 from varlen.train.step import make_optimizer
@@ -354,6 +357,28 @@ def test_what_goes_not_together_is_refused_in_a_sentence(store, tmp_path, plan, 
 
     assert words in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "plan", "words"),
+    [
+        ("llama", {}, {"tp": 4}, "tp=4 doesn't divide the 4 query heads and 2 key heads of this llama model"),
+        ("llama", {}, {"tp": 3}, "tp=3 doesn't divide the 4 query heads and 2 key heads of this llama model"),
+        ("llama4_text", SETTINGS["llama4_text"], {"cp": 2}, "layers with chunks of 8 tokens don't attend to"),
+    ],
+)
+def test_a_model_that_ranks_cannot_share_is_refused_before_anything_is_measured(
+    store, tmp_path, kind, sizes, plan, words
+):
+    model, said = tiny(kind, **sizes), []
+    settings, ranks = planned(store, tmp_path / "run", plan), Ranks(world_size=12)
+    with pytest.raises(ModelError, match=words) as early:
+        pricing.plans_of(settings, model.config, ranks, said.append)
+    with pytest.raises(ModelError) as late:
+        check_ranks(model, vl.Mesh(**plan))  # as the engine does
+
+    assert str(early.value) == str(late.value)
+    assert not said
 
 
 def test_parameters_of_one_mesh_are_updated_together():

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,13 @@ def build_model(
     return model
 
 
+def bare_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the model without weights, on "meta"."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
+    return model
+
+
 def _read_model(path: str, config: Any) -> Any:
     """Return the model with the weights of a folder or hub name; reads only safetensors, which run no code."""
     source, is_here = _source(path)
@@ -244,8 +252,7 @@ def export_model(
             check_model(folder)  # again: its contents may have changed meanwhile
             partial.mkdir()
             _write_mark(partial, {})
-            with torch.device("meta"):
-                bare: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+            bare = bare_model(config, dtype)
             hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it would disturb the run's own
             bare.save_pretrained(partial, state_dict=as_saved(weights, bare, dtype))
             if beside is not None:

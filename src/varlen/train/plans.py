@@ -31,10 +31,10 @@ from varlen.regular import read_regular
 from varlen.runtime.calibrate import calibrate
 from varlen.runtime.engine import SLICE_TOKENS, SliceEngine
 from varlen.runtime.mesh.process_groups import coordinate_of
-from varlen.runtime.split import cut_to_stage, devices_of, divide_layers
+from varlen.runtime.split import check_ranks, cut_to_stage, devices_of, divide_layers
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh, Offload, Recompute, Sharding, StepPlan
-from varlen.train.model import as_saved
+from varlen.train.model import as_saved, bare_model
 from varlen.train.parallel import Ranks, sharded
 from varlen.train.settings import PlanSettings, RunSettings, TrainSettings
 from varlen.train.step import Gradients, Part
@@ -151,6 +151,8 @@ def plans_of(
         )
     if plan.is_even and ranks.world_size == 1:
         return _even_slices(plan)
+    if mesh.cp > 1 or mesh.tp > 1:  # what the engine would say after planning
+        check_ranks(bare_model(config), mesh)
     shape = ModelShape.from_config(config)
     check_mesh(shape, mesh)
     cost = _cost_of(settings, plan, shape, mesh, ranks, note) if ranks.is_first else None

@@ -38,6 +38,7 @@ from varlen.runtime.mesh.shared_documents import SharedDocument, peers_of, share
 from varlen.runtime.probe import admit
 from varlen.runtime.split import (
     check_division,
+    check_ranks,
     cut_to_stage,
     devices_of,
     divide_layers,
@@ -115,6 +116,7 @@ class MeshRank:
             try:
                 check_division(model, devices)
                 admit(model, kernels)
+                check_ranks(model, mesh)
                 cut = cut_to_stage(model, mesh, self.coordinate.stage)
                 fingerprint, self._is_tied = cut.fingerprint, cut.is_tied and mesh.pp > 1
                 self._partial = divide_layers(model, devices)
