@@ -167,24 +167,22 @@ def tied_apart(rank: int, world: int) -> str:
     return str(refused.value)
 
 
-SIZES_OF_MEMORY = {
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 896,
-    "num_hidden_layers": 8,
-}
+SIZES_OF_MEMORY = {"hidden_size": 256, "head_dim": 32, "intermediate_size": 896}
+COUNTS_OF_MEMORY = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 8}
 
 
 def run_memory(
-    rank: int, world: int, sharding: Any, gathered: Any, pp: int, recompute: Any, vocab: int
+    rank: int, world: int, sharding: Any, gathered: Any, pp: int, recompute: Any, vocab: int, scale: int = 1
 ) -> dict[str, Any]:
-    """The most bytes alive on each rank, parameters and an optimizer's states among them, and what is predicted."""
+    """The most bytes alive on each rank, parameters and an optimizer's states among them, and what is predicted.
+
+    Weights, activations and attention scores all shrink by the square of `scale`, so that their shares stay.
+    """
     mesh, is_sharded = vl.Mesh(dp=world // pp, pp=pp, sharding=sharding), sharding == "parameters"
     with TrackedBytes() as meter:
         dtype = torch.float32 if is_sharded else torch.bfloat16
-        model = tiny("llama", dtype, vocab_size=vocab, **SIZES_OF_MEMORY)
+        sizes = {name: size // scale for name, size in SIZES_OF_MEMORY.items()}
+        model = tiny("llama", dtype, vocab_size=vocab // scale, **sizes, **COUNTS_OF_MEMORY)
         cost = vl.CostModel(
             model=vl.ModelShape.from_config(model.config),
             hardware=vl.Hardware.named("h100"),
@@ -193,7 +191,8 @@ def run_memory(
             states="float32" if is_sharded else "masters",
             gathered=gathered,
         )
-        plan = vl.plan_step([450] * 6 * mesh.dp, cost=cost, mesh=mesh, method="packed", capacity=900)
+        lengths = [450 // scale] * 6 * mesh.dp
+        plan = vl.plan_step(lengths, cost=cost, mesh=mesh, method="packed", capacity=900 // scale)
         cut_to_stage(model, mesh, rank // mesh.dp)
         if is_sharded:
             shard(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
