@@ -46,6 +46,16 @@ hypothesis.settings.load_profile(os.environ.get("VARLEN_HYPOTHESIS", "test"))
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data"
 
+# Modules that prepare for a minute what many of their tests look at. Of two processes each has one half of all tests,
+# and whoever is done takes the last ones of the other: in the midst, a module would be prepared twice.
+_FIRST = tuple(f"tests/distributed/test_{name}.py" for name in ("pipelines", "runs", "shares", "planner"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest."""
+    assert all((ROOT / name).is_file() for name in _FIRST)
+    items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
+
 
 @pytest.fixture(scope="session")
 def root() -> Path:
