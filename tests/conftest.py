@@ -14,11 +14,11 @@ import pytest
 from tests.support import forked
 from tests.support.rarely import IS_SOAK
 
-# Test processes side by side share the cores; numpy and torch read these when they are first imported.
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+# Test processes side by side share the cores, and threads of MKL spin while they wait for one another: a second one
+# makes steps of tiny models several times as long. numpy and torch read these when they are first imported. What the
+# first process sets here is what xdist's processes inherit, so it can't depend on how many those are.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
-    os.environ.setdefault(_variable, str(max(1, min(2, _CORES // _PROCESSES))))
+    os.environ.setdefault(_variable, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Small work would run in plain Python until something imports numba; tests of kernels want kernels.
@@ -45,6 +45,16 @@ hypothesis.settings.load_profile(os.environ.get("VARLEN_HYPOTHESIS", "test"))
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data"
+
+# Modules that prepare for a minute what many of their tests look at. Of two processes each has one half of all tests,
+# and whoever is done takes the last ones of the other: in the midst, a module would be prepared twice.
+_FIRST = tuple(f"tests/distributed/test_{name}.py" for name in ("pipelines", "runs", "shares", "planner"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest."""
+    assert all((ROOT / name).is_file() for name in _FIRST)
+    items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def plans(*paths: str) -> None:
         "meshes": [pipelines.run_mesh(n, mesh, RANK) for n, mesh in enumerate(MESHES[WORLD])],
         "half": [sharded.run_half(RANK, WORLD)],
         "masters": [sharded.run_masters(RANK, WORLD, *way) for way in sharded.MASTERS],
-        "memory": [sharded.run_memory(RANK, WORLD, *way) for way in MEMORY[WORLD]],
+        "memory": [sharded.run_memory(RANK, WORLD, *way, scale=2) for way in MEMORY[WORLD]],
         "frozen": [sharded.run_frozen(RANK, WORLD)],
         "evaluating": [pipelines.run_evaluating(RANK, WORLD)],
     }

@@ -172,14 +172,8 @@ def tied_apart(rank: int, world: int) -> str:
     return str(refused.value)
 
 
-SIZES_OF_MEMORY = {
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 896,
-    "num_hidden_layers": 8,
-}
+SIZES_OF_MEMORY = {"hidden_size": 256, "head_dim": 32, "intermediate_size": 896}
+COUNTS_OF_MEMORY = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 8}
 
 
 def shared_by_all(length: int, slices: int, mesh: vl.Mesh, recompute: Any) -> vl.StepPlan:
@@ -195,16 +189,26 @@ def shared_by_all(length: int, slices: int, mesh: vl.Mesh, recompute: Any) -> vl
 
 
 def run_memory(
-    rank: int, world: int, sharding: Any, gathered: Any, pp: int, recompute: Any, vocab: int, slices: int = 0
+    rank: int,
+    world: int,
+    sharding: Any,
+    gathered: Any,
+    pp: int,
+    recompute: Any,
+    vocab: int,
+    slices: int = 0,
+    scale: int = 1,
 ) -> dict[str, Any]:
     """The most bytes alive on each rank, parameters and an optimizer's states among them, and what is predicted.
 
-    With slices, ranks share one document, of so many; without, each has whole ones.
+    Weights, activations and attention scores all shrink by the square of `scale`, so that their shares stay. With
+    slices, ranks share one document, of so many; without, each has whole ones.
     """
     mesh, is_sharded = vl.Mesh(dp=world // pp, pp=pp, sharding=sharding), sharding == "parameters"
     with TrackedBytes() as meter:
         dtype = torch.float32 if is_sharded else torch.bfloat16
-        model = tiny("llama", dtype, vocab_size=vocab, **SIZES_OF_MEMORY)
+        sizes = {name: size // scale for name, size in SIZES_OF_MEMORY.items()}
+        model = tiny("llama", dtype, vocab_size=vocab // scale, **sizes, **COUNTS_OF_MEMORY)
         cost = vl.CostModel(
             model=vl.ModelShape.from_config(model.config),
             hardware=vl.Hardware.named("h100"),
@@ -213,10 +217,11 @@ def run_memory(
             states="float32" if is_sharded else "masters",
             gathered=gathered,
         )
+        length = 900 // scale
         plan = (
-            shared_by_all(900 * mesh.dp, slices, mesh, recompute)
+            shared_by_all(length * mesh.dp, slices, mesh, recompute)
             if slices
-            else vl.plan_step([450] * 6 * mesh.dp, cost=cost, mesh=mesh, method="packed", capacity=900)
+            else vl.plan_step([length // 2] * 6 * mesh.dp, cost=cost, mesh=mesh, method="packed", capacity=length)
         )
         cut_to_stage(model, mesh, rank // mesh.dp)
         if is_sharded:
