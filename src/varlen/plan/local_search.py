@@ -168,6 +168,7 @@ _WAITING = 1.08  # ranks that share documents wait for each other: their block i
 _ESTIMATE_SLACK = 0.9  # MicroPacks may take a little less time than estimated from whole documents
 _NO_MIXING = 1e-9  # share of a rank's work: a budget so small that no two documents are in one MicroPack
 _MOST_CACHED = 65_536  # documents of a rank up to which compositions are cached; more would take gigabytes
+_FAR_FASTER = 0.95  # a brief search goes on while each setting takes less than this share of the best so far
 _NEARLY_FULL = 0.9  # share of a GPU's memory above which memory may limit a step
 
 
@@ -199,6 +200,8 @@ class BlockSearch:
     """The setting of the best result."""
     is_full: bool = False
     """Whether some stage has no memory left for another MicroPack in the best result."""
+    falls: bool = False
+    """Whether the last setting was far faster than those before, so that others near it may be, too."""
     too_coarse: int = -1
     """The largest index in `Search.sizes` that was tried and didn't fit."""
 
@@ -343,6 +346,7 @@ def improve(
 def _try(block: BlockSearch, setting: Setting, step: StepSearch, search: Search) -> None:
     """Compose and dispatch a block with one setting, and store the result if it is the best."""
     block.tried.add(setting)
+    block.falls = False
     costs = step.costs
     stages = costs.limits.size
     rows = min(documents.num_rows for documents in block.documents)
@@ -378,6 +382,7 @@ def _try(block: BlockSearch, setting: Setting, step: StepSearch, search: Search)
     if result.makespan_s == math.inf:
         block.too_coarse = max(block.too_coarse, setting.size)
     block.known[run_key] = result.makespan_s
+    block.falls = result.makespan_s < _FAR_FASTER * before_s < math.inf
     if result.makespan_s < before_s or (is_fewer and result.makespan_s == before_s < math.inf):
         block.forward = block.backward = composition.apart()
         block.best = result
@@ -427,7 +432,7 @@ def _next(block: BlockSearch, start: Setting | None, search: Search, effort: Eff
     middle = best._replace(size=(best.size + block.too_coarse) // 2)
     if 0 <= block.too_coarse < middle.size and middle not in block.tried:
         return middle
-    if len(block.tried) >= effort:
+    if len(block.tried) >= effort and not block.falls:
         return None
     around = neighbours(best, block.finest, search, shares=block.shares, is_full=block.is_full)
     if effort is Effort.THOROUGH:
