@@ -135,8 +135,9 @@ def plan_step(
     best, level = _laddered(given, levels)
     if best and best.result and search.closely:
         bound_s = lower_bound(checked, levels[level], best.plan.mesh, least_rows=search.least_rows).seconds
-        if best.seconds > FAR_OVER * bound_s:
-            best = _faster(best, _searched(thorough(best.result), levels[level]))
+        before_s = best.result.most_s
+        if best.seconds > FAR_OVER * bound_s and (result := thorough(best.result)).most_s < before_s:
+            best = _faster(best, _searched(result, levels[level]))
     if method == "micropack" and (best is None or (search.closely and search.contains)):
         best = _contained(given, levels, level, best)
     if best is None:
@@ -220,15 +221,27 @@ def _contained(
             least_s = bound(costs[0], part.mesh, "packed" if part.method == "balanced" else part.method)
             if least_s * (_TYPICAL if part.method == "sliced" else 1.0) >= limit_s:
                 break
-            is_far = part.method == "sliced" and least_s * FAR_OVER < limit_s < math.inf
-            planned = _planned(_filling(part, limit_s / least_s), costs, math.inf if is_far else limit_s)
-            if is_far and planned and planned.result and planned.seconds < _CLOSE * limit_s:
-                planned = _faster(planned, _searched(thorough(planned.result), costs[0]))
+            if part.method == "sliced":
+                is_far = least_s * FAR_OVER < limit_s < math.inf
+                planned = _in_slices(part, costs[0], limit_s, is_far=is_far)
+            else:
+                planned = _planned(_filling(part, limit_s / least_s), costs, limit_s)
             if planned and (best is None or planned.plan.num_ranks.max() <= most_ranks):
                 best = _faster(best, planned)
             if best and part.method == "sliced" and _shortage(given.lengths, costs[0], part.mesh) < _AMPLE:
                 break
     return best
+
+
+def _in_slices(part: _Given, cost: CostModel, limit_s: float, *, is_far: bool) -> _Planned | None:
+    """Return the best plan of slices, perhaps None if it takes `limit_s` or longer."""
+    result = _search(part, cost, math.inf if is_far else limit_s)
+    if is_far and result and result.most_s < _CLOSE * limit_s:
+        result = thorough(result)
+    # Without shared documents or parameters, a plan takes what its search says: it needn't be simulated to lose.
+    if result is None or (result.most_s >= limit_s and part.mesh.sharding != "parameters"):
+        return None
+    return _searched(result, cost)
 
 
 def _shortage(lengths: Int32Array, cost: CostModel, mesh: Mesh) -> float:
@@ -324,10 +337,8 @@ def _planned(
     """
     lengths, mesh, method, sizes, tuned, search, _ = given
     cost = costs[-1]
-    if method == "sliced":
-        search = replace(search, grades=False, merges=False, asymmetric=False)
     if method in ("micropack", "sliced"):
-        result = micropack(lengths, cost, mesh, search, method=method, incumbent_s=limit_s, near=near)
+        result = _search(given, cost, limit_s, near)
         return _searched(result, cost) if result else None
     if method == "packed" and not tuned:
         plan = as_scheduled(packed(lengths, mesh, sizes[0]), lengths, cost, mesh, method)
@@ -364,6 +375,16 @@ def _whole(
         yield balanced, micro_batch_counts(lengths, mesh)
     else:  # the number of packs follows from their capacity
         yield lambda _: packed_candidates(lengths, work[:, 0], mesh, sizes, packs=given.packs_of), (0,)
+
+
+def _search(
+    given: _Given, cost: CostModel, incumbent_s: float, near: Mesh | None = None
+) -> SearchResult | None:
+    """Run the search of "micropack" or "sliced"; see `micropack`."""
+    lengths, mesh, method, _, _, search, _ = given
+    if method == "sliced":
+        search = replace(search, grades=False, merges=False, asymmetric=False)
+    return micropack(lengths, cost, mesh, search, method=method, incumbent_s=incumbent_s, near=near)
 
 
 def _searched(result: SearchResult, cost: CostModel) -> _Planned:

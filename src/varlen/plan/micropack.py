@@ -83,6 +83,11 @@ class SearchResult:
     close: list[StepSearch]
     """Groupings that were searched closely."""
 
+    @property
+    def most_s(self) -> float:
+        """Seconds of the plan, or more where ranks share documents, since each task takes as long as the slowest."""
+        return self.best.makespan_s + float(self.best.costs.sync_s.max())
+
     def plan(self) -> StepPlan:
         """Return the best grouping as a plan, of the mesh on which it was found."""
         best = self.best
