@@ -29,7 +29,7 @@ from varlen.types import Int32Array
 ROUNDING = 1 + 1e-9
 _LEAST_COUNTS = 8  # numbers of micro-batches that are always tried: up to 12 a stage
 _WAITING = 1.25  # an order of the slowest rank's tasks is scored up to this multiple of the limit
-_USUAL = 6  # micro-batches per chunk of layers from which a search with a limit begins
+_USUAL = 6  # micro-batches per stage from which a search with a limit begins; fewer where stages are interleaved
 _USUAL_ROWS = 2048  # rows of a GPU in each of them, or more
 # With a limit, the search ends if the best count takes at least this multiple of it: the second where ranks have few
 # documents, among which a usual count may be far from the best.
@@ -61,7 +61,7 @@ def best_plan(
     least_s, tried = limit_s, dict[int, float]()
     rows = int(lengths.sum(dtype=np.int64)) / (mesh.dp * mesh.cp)
     far = _FAR_OF_FEW if lengths.size * mesh.dp <= _FEW else _FAR
-    usual = min(_USUAL * mesh.num_chunks, rows / _USUAL_ROWS)
+    usual = min(_USUAL * mesh.pp / mesh.virtual_stages, rows / _USUAL_ROWS)
     while (number := _next(tried, counts, usual, far * limit_s)) is not None:
         tried[number] = math.inf
         for family in families_of(counts[number]):
