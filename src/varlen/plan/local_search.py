@@ -10,6 +10,7 @@ import enum
 import functools
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -300,25 +301,23 @@ def blocks(
     layers = float(costs.layers.reshape(-1, mesh.pp).sum(axis=0).max())
     estimates = np.maximum.reduceat(groups.loads(mesh.dp) * layers, bounds[:-1])
     estimates *= np.where(np.diff(bounds) > 1, _WAITING, 1.0)
-    return [
-        BlockSearch(first, mine, BlockDocuments.of(mine), estimate, *_limits(mine, costs, search))
-        for first, last, estimate in zip(bounds, bounds[1:], estimates.tolist())
-        for mine in [documents[first:last]]
-    ]
+    wanted, most_rows = [round(size * mesh.pp) for size in search.sizes], _most_rows(costs)
+    found = []
+    for first, last, estimate in zip(bounds, bounds[1:], estimates.tolist()):
+        mine = documents[first:last]
+        rows = [each.num_rows for each in mine]
+        finest = min(bisect_left(wanted, min(rows) // search.least_rows), len(wanted) - 1)
+        coarsest = min(bisect_left(wanted, max(rows) / mesh.cp / most_rows), finest)
+        found.append(BlockSearch(first, mine, BlockDocuments.of(mine), estimate, coarsest, finest))
+    return found
 
 
-def _limits(documents: list[RankDocuments], costs: StageCosts, search: Search) -> tuple[int, int]:
-    """Return the coarsest and finest index in `Search.sizes` for a block; see `BlockSearch`."""
-    stages = costs.limits.size
-    rows = min(each.num_rows for each in documents)
+def _most_rows(costs: StageCosts) -> float:
+    """Return the rows of a MicroPack that by itself fits into the memory of every stage."""
     # Least bytes of a row: the document's reserved memory may be counted already.
     least_bytes = costs.memory.forward_peaks[:, :, OWN].max(axis=1) - costs.memory.forward_left[:, AHEAD]
-    least_bytes = least_bytes.reshape(-1, stages).min(axis=0)  # in the cheapest of a stage's chunks
-    most_rows = (costs.limits / np.maximum(least_bytes, 1e-9)).min()
-    least = max(each.num_rows for each in documents) / costs.mesh.cp / max(float(most_rows), 1e-9)
-    wanted = np.round(np.array(search.sizes) * stages)
-    finest = min(int(np.searchsorted(wanted, int(rows // search.least_rows))), wanted.size - 1)
-    return min(int(np.searchsorted(wanted, least)), finest), finest
+    least_bytes = least_bytes.reshape(-1, costs.mesh.pp).min(axis=0)  # in the cheapest of a stage's chunks
+    return max(float((costs.limits / np.maximum(least_bytes, 1e-9)).min()), 1e-9)
 
 
 def improve(
