@@ -221,7 +221,9 @@ def run_memory(
         plan = (
             shared_by_all(length * mesh.dp, slices, mesh, recompute)
             if slices
-            else vl.plan_step([length // 2] * 6 * mesh.dp, cost=cost, mesh=mesh, method="packed", capacity=length)
+            else vl.plan_step(
+                [length // 2] * 6 * mesh.dp, cost=cost, mesh=mesh, method="packed", capacity=length
+            )
         )
         cut_to_stage(model, mesh, rank // mesh.dp)
         if is_sharded:

@@ -465,16 +465,22 @@ STEPS: list[tuple[str, vl.Mesh, dict[str, Any]]] = [
     ("short documents", vl.Mesh(dp=8, tp=4), {}),
     ("short documents", vl.Mesh(dp=2, pp=8, tp=4, sharding="parameters"), {}),
     ("two long documents", vl.Mesh(dp=2, pp=2, cp=2, tp=4), {"exchange_overlap": 0.5}),
+    ("a dozen documents", vl.Mesh(dp=4, tp=4), {"recompute": "none"}),
 ]
 LENGTHS = {
     "a few documents of most work": long_tailed(200, 150_000),
     "a few rows for each rank": np.full(400, 300, np.int32),
     "short documents": long_tailed(200, 8000),
+    "a dozen documents": np.append(
+        np.random.default_rng(0).lognormal(7, 1.2, 12).clip(64, 16_000), 9000
+    ).astype(int),
     "two long documents": np.array([60_000, 50_000, *[900] * 60], np.int32),
 }
 
 
-@pytest.mark.parametrize(("documents", "mesh", "settings"), mostly([STEPS[1], STEPS[2], STEPS[4]], STEPS))
+@pytest.mark.parametrize(
+    ("documents", "mesh", "settings"), mostly([STEPS[1], STEPS[2], STEPS[4], STEPS[6]], STEPS)
+)
 def test_the_planner_is_no_slower_than_what_it_contains_at_any_context_parallelism(documents, mesh, settings):
     cost, lengths = cost_of(**settings), LENGTHS[documents]
 

@@ -35,7 +35,7 @@ from varlen.plan.baselines.packed import (
 from varlen.plan.bound import least_possible, lower_bound
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
 from varlen.plan.micropack import FAR_OVER, SearchResult, micropack, narrowed, thorough
-from varlen.plan.score import as_scheduled, best_plan, score
+from varlen.plan.score import are_few, as_scheduled, best_plan, score
 from varlen.plan.search import Families, Search
 from varlen.simulate.graph import stage_costs
 from varlen.step_plan import Mesh, PlanMethod, StepPlan, spread
@@ -219,7 +219,7 @@ def _contained(
         for costs in needed:
             limit_s = best.seconds if best else math.inf
             least_s = bound(costs[0], part.mesh, "packed" if part.method == "balanced" else part.method)
-            if least_s * (_TYPICAL if part.method == "sliced" else 1.0) >= limit_s:
+            if least_s >= limit_s:
                 break
             if part.method == "sliced":
                 is_far = least_s * FAR_OVER < limit_s < math.inf
@@ -265,7 +265,7 @@ def _parts(given: _Given) -> Iterator[tuple[_Given, int]]:
             usual_capacities(lengths, mesh.dp),
             search.most_merged_ranks * given.mesh.cp // mesh.cp,
         )
-        for method in [*methods, *(shared if mesh == given.mesh else [])]:
+        for method in [*methods, *(shared if mesh == given.mesh or are_few(lengths, mesh) else [])]:
             part = given._replace(mesh=mesh, method=method, sizes=sizes, tuned=True)
             yield part._replace(search=replace(search, merges=False)), most_ranks
 

@@ -29,11 +29,14 @@ from varlen.types import Int32Array
 ROUNDING = 1 + 1e-9
 _LEAST_COUNTS = 8  # numbers of micro-batches that are always tried: up to 12 a stage
 _WAITING = 1.25  # an order of the slowest rank's tasks is scored up to this multiple of the limit
-_USUAL = 6  # micro-batches per stage from which a search with a limit begins; fewer where stages are interleaved
+_USUAL = (
+    6  # micro-batches per stage from which a search with a limit begins; fewer where stages are interleaved
+)
 _USUAL_ROWS = 2048  # rows of a GPU in each of them, or more
 # With a limit, the search ends if the best count takes at least this multiple of it: the second where ranks have few
 # documents, among which a usual count may be far from the best.
-_FAR, _FAR_OF_FEW, _FEW = 1.1, 1.2, 1024
+_FAR, _FAR_OF_FEW = 1.1, 1.2
+_FEW = 1024  # documents times ranks up to which it tries all counts, which takes little time
 _PATIENCE = 3  # after so many further numbers without a faster plan, the search ends
 
 
@@ -54,15 +57,17 @@ def best_plan(
     Candidates of a family differ only in the order of their MicroPacks, so they have one lower bound. They are
     dispatched, with separate weight gradients if `splits` and if those fit; the fastest is also tried without them,
     and with the fixed schedule. Families that can't take less than `limit_s` or the best are skipped. With
-    a limit, only the counts around a usual one are tried, as far as they promise to be faster.
+    a limit, only the counts around a usual one are tried, as far as they promise to be faster, unless documents
+    `are_few`.
     """
     fastest: Candidate | None = None
     best: StepPlan | None = None
     least_s, tried = limit_s, dict[int, float]()
     rows = int(lengths.sum(dtype=np.int64)) / (mesh.dp * mesh.cp)
     far = _FAR_OF_FEW if lengths.size * mesh.dp <= _FEW else _FAR
+    counts_limit_s = math.inf if are_few(lengths, mesh) else far * limit_s
     usual = min(_USUAL * mesh.pp / mesh.virtual_stages, rows / _USUAL_ROWS)
-    while (number := _next(tried, counts, usual, far * limit_s)) is not None:
+    while (number := _next(tried, counts, usual, counts_limit_s)) is not None:
         tried[number] = math.inf
         for family in families_of(counts[number]):
             for candidate in family:
@@ -84,6 +89,11 @@ def best_plan(
         if step_s < least_s:
             best, least_s = plan, step_s
     return best, least_s
+
+
+def are_few(lengths: Int32Array, mesh: Mesh) -> bool:
+    """Whether a step is so small that everything can be tried."""
+    return lengths.size * mesh.dp * mesh.cp <= _FEW
 
 
 def _next(tried: dict[int, float], counts: tuple[int, ...], usual: float, limit_s: float) -> int | None:
