@@ -101,8 +101,8 @@ def plan_step(
         SettingError: an unknown method, or a mesh that doesn't divide the model.
         PlanError: no plan fits into memory, or the mesh has too many ranks for the step; says what would work.
 
-    Cost: "micropack" takes about 0.1 s for 512 documents on 4 x 4, 1 s for 8,192 on 64 x 16, and 9 s for 100,000.
-    If memory is short, it plans several levels of recomputation, which takes up to 0.4 s, 2 s and 11 s; see
+    Cost: "micropack" takes about 0.1 s for 512 documents on 4 x 4, 1 s for 8,192 on 64 x 16, and 8 s for 100,000.
+    If memory is short, it plans several levels of recomputation, which takes up to 0.25 s, 1.6 s and 11 s; see
     docs/planning-results.md.
 
     >>> import varlen as vl
