@@ -36,7 +36,8 @@ _USUAL_ROWS = 2048  # rows of a GPU in each of them, or more
 # With a limit, the search ends if the best count takes at least this multiple of it: the second where ranks have few
 # documents, among which a usual count may be far from the best.
 _FAR, _FAR_OF_FEW = 1.1, 1.2
-_FEW = 1024  # documents times ranks up to which it tries all counts, which takes little time
+_FEW = 1024  # documents times ranks
+_SO_FEW = 256  # up to which it tries all counts, which takes little time
 _PATIENCE = 3  # after so many further numbers without a faster plan, the search ends
 
 
@@ -93,7 +94,7 @@ def best_plan(
 
 def are_few(lengths: Int32Array, mesh: Mesh) -> bool:
     """Whether a step is so small that everything can be tried."""
-    return lengths.size * mesh.dp * mesh.cp <= _FEW
+    return lengths.size * mesh.dp * mesh.cp <= _SO_FEW
 
 
 def _next(tried: dict[int, float], counts: tuple[int, ...], usual: float, limit_s: float) -> int | None:
