@@ -47,7 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data"
 
 # Modules that prepare for a minute what many of their tests look at. Of two processes each has one half of all tests,
-# and whoever is done takes the last ones of the other: in the midst, a module would be prepared twice.
+# and the first to finish takes the last ones of the other: a module among them would be prepared twice.
 _FIRST = tuple(f"tests/distributed/test_{name}.py" for name in ("pipelines", "runs", "shares", "planner"))
 
 

@@ -203,13 +203,12 @@ def backward_counts(
 def counts_alike(
     slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int
 ) -> tuple[Float64, Float64]:
-    """Count both passes of the same slices, rank by rank."""
+    """Count both passes of the same slices."""
     whole = are_whole(slices, slices, cp)
     ahead = forward_counts(slice_offsets, slices, rank_offsets, cp, whole)
     none = np.zeros(0, np.int64)
     back = backward_counts(slice_offsets, slices, order, rank_offsets, cp, none, whole)
-    ranks = len(rank_offsets) - 1
-    return np.stack(np.split(ahead, ranks, axis=1)), np.stack(np.split(back, ranks, axis=1))
+    return ahead, back
 
 
 def _in_turn(counts: Float64, rank_offsets: Int32) -> None:

@@ -343,26 +343,11 @@ def backward_counts(
 
 @compiled
 def counts_alike(slice_offsets: Int32, slices: Int32, order: Int64, rank_offsets: Int32, cp: int) -> Any:
-    """Return `forward_counts` and `backward_counts` of passes with the same slices, by rank.
-
-    Ranks have equally many MicroPacks: float64 `[ranks, 9, MicroPacks]` and `[ranks, 17, MicroPacks]`.
-    """
+    """Return `forward_counts` and `backward_counts` of passes with the same slices."""
     whole = are_whole(slices, slices, cp)
     ahead = forward_counts(slice_offsets, slices, rank_offsets, cp, whole)
     back = backward_counts(slice_offsets, slices, order, rank_offsets, cp, np.zeros(0, np.int64), whole)
-    return _by_rank(ahead, len(rank_offsets) - 1), _by_rank(back, len(rank_offsets) - 1)
-
-
-@compiled
-def _by_rank(counts: Float64, ranks: int) -> Float64:
-    """Turn `[counts, ranks * MicroPacks]` into `[ranks, counts, MicroPacks]`."""
-    size = counts.shape[1] // ranks
-    found = np.empty((ranks, counts.shape[0], size))
-    for rank in range(ranks):
-        for count in range(counts.shape[0]):
-            for pack in range(size):
-                found[rank, count, pack] = counts[count, rank * size + pack]
-    return found
+    return ahead, back
 
 
 @compiled

@@ -137,10 +137,10 @@ def counts_of_both(
     `rank_offsets` are those of both passes.
     """
     if forward[1] is backward[1]:
-        alike: tuple[FloatArray, FloatArray] = kernels.counts_alike(*forward, order, rank_offsets[0], cp)
-        return alike
-    ahead = forward_counts(forward, backward, rank_offsets[0], cp)
-    back = backward_counts(forward, backward, order, rank_offsets[1], cp)
+        ahead, back = kernels.counts_alike(*forward, order, rank_offsets[0], cp)
+    else:
+        ahead = forward_counts(forward, backward, rank_offsets[0], cp)
+        back = backward_counts(forward, backward, order, rank_offsets[1], cp)
     ranks = rank_offsets[0].size - 1
     return _by_rank(ahead, ranks), _by_rank(back, ranks)
 
