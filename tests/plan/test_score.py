@@ -129,6 +129,25 @@ def test_the_slowest_dispatched_rank_takes_what_the_simulator_says(virtual_stage
         assert load == pytest.approx(max(chunks[stage :: mesh.pp].sum() for stage in range(mesh.pp)))
 
 
+@pytest.mark.parametrize("virtual_stages", [1, 2, 3])
+def test_a_search_with_a_limit_begins_with_fewer_micro_batches_where_stages_are_interleaved(virtual_stages):
+    tried = list[int]()
+    lengths = np.full(4096, 1000, np.int32)
+    mesh = vl.Mesh(dp=4, pp=4, tp=8, virtual_stages=virtual_stages)
+
+    best_plan(
+        lambda count: tried.append(count) or (),
+        tuple(range(1, 100)),
+        lengths,
+        [LLAMA_7B],
+        mesh,
+        "balanced",
+        limit_s=1.0,
+    )
+
+    assert tried[0] == 24 // virtual_stages
+
+
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("families_of", [packed_candidates, dynamic_cp_candidates])
 def test_candidates_that_are_left_out_were_slower(families_of, splits):

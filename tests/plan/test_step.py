@@ -482,7 +482,30 @@ LENGTHS = {
     ("documents", "mesh", "settings"), mostly([STEPS[1], STEPS[2], STEPS[4], STEPS[6]], STEPS)
 )
 def test_the_planner_is_no_slower_than_what_it_contains_at_any_context_parallelism(documents, mesh, settings):
-    cost, lengths = cost_of(**settings), LENGTHS[documents]
+    assert_no_slower(LENGTHS[documents], mesh, cost_of(**settings))
+
+
+SMALL_MESHES = [
+    vl.Mesh(dp=2, tp=4),
+    vl.Mesh(dp=4, tp=4),
+    vl.Mesh(dp=2, pp=2, tp=4),
+    vl.Mesh(dp=4, pp=4, tp=4),
+    vl.Mesh(dp=4, pp=4, tp=4, virtual_stages=2),
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("mesh", SMALL_MESHES)
+def test_no_random_dozen_of_documents_is_planned_slower_than_by_what_the_planner_contains(mesh, seed):
+    lengths = np.random.default_rng(seed).lognormal(7, 1.2, 12).clip(64, 16_000)
+    assert_no_slower(
+        np.append(lengths, (9000, 60_000)[seed % 2]).astype(np.int32), mesh, cost_of(recompute="none")
+    )
+
+
+def assert_no_slower(lengths: np.ndarray, mesh: vl.Mesh, cost: vl.CostModel) -> None:
+    """Compare the planner with all that it contains, at every context parallelism."""
 
     def took_s(mesh, **given):
         plan = vl.plan_step(lengths, cost=cost, mesh=mesh, **given)

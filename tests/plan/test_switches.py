@@ -1,5 +1,6 @@
 """Each thing that the search tries brings something on the steps that it is there for, and is kept only there."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from tests.support.planning import cost_of, long_cost_of, long_tailed
 from tests.support.rarely import examples
 
 import varlen as vl
+from varlen.plan import local_search
 from varlen.plan import micropack as micropack_module
 from varlen.plan.api import _work
 from varlen.plan.assign import grouped, merged_sizes
@@ -19,7 +21,7 @@ from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
 from varlen.plan.baselines.packed import balanced_candidates, micro_batch_counts, usual_capacities
 from varlen.plan.check import check_plan
 from varlen.plan.compose import TYPICAL_ROWS, seconds_of
-from varlen.plan.local_search import StepSearch, padded, pipeline_of_block, work_of_block
+from varlen.plan.local_search import Effort, StepSearch, improve, padded, pipeline_of_block, work_of_block
 from varlen.plan.micropack import LEAST_GAIN, RECUTS, _compose_apart, micropack, recut
 from varlen.plan.score import best_plan
 from varlen.plan.serialize import plan_fingerprint
@@ -357,6 +359,25 @@ def test_what_gains_less_than_a_hundredth_is_left_and_what_gains_more_is_taken()
             assert "apart on" not in answer.label
     assert LEAST_GAIN == 0.99
     assert min(seen[outcome] for outcome in ("taken", "too little", "nothing")) >= 3
+
+
+@pytest.mark.parametrize(("gain", "tries"), [(0.99, Effort.BRIEF), (0.9, 3 * Effort.BRIEF)])
+def test_a_brief_search_goes_on_while_settings_are_far_faster_than_those_before(monkeypatch, gain, tries):
+    found = micropack(step_of(60_000, 20, 0), long_cost_of(), vl.Mesh(pp=4, tp=8), ALIKE)
+    assert found is not None
+    (block,) = found.best.blocks
+    step = replace(found.best, blocks=[replace(block, best=None, setting=None, tried=set(), known={})])
+    calls = list[float]()
+
+    def faster_each_time(pipeline: Any, **settings: Any) -> Any:
+        calls.append(gain if len(calls) < 3 * Effort.BRIEF - 1 else 1.0)
+        return replace(dispatch(pipeline), makespan_s=math.prod(calls))
+
+    monkeypatch.setattr(local_search, "dispatch", faster_each_time)
+
+    improve(step, ALIKE, math.inf, Effort.BRIEF)
+
+    assert len(step.blocks[0].tried) == tries
 
 
 def test_only_the_slowest_ranks_are_composed_anew():

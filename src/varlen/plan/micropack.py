@@ -80,8 +80,8 @@ class SearchResult:
     search: Search
     method: PlanMethod
     best: StepSearch
-    close: list[StepSearch]
-    """Groupings that were searched closely."""
+    closest: StepSearch | None
+    """The best of those that were searched closely."""
 
     @property
     def most_s(self) -> float:
@@ -141,7 +141,8 @@ def micropack(
         best = _closely(groupings, cost, search, close, incumbent_s, best)
     if best is None:
         return None
-    return SearchResult(lengths=lengths, cost=cost, search=search, method=method, best=best, close=close)
+    closest = min(close, key=lambda step: step.makespan_s, default=None)
+    return SearchResult(lengths=lengths, cost=cost, search=search, method=method, best=best, closest=closest)
 
 
 def _closely(
@@ -172,8 +173,7 @@ def _closely(
 
 def thorough(result: SearchResult) -> SearchResult:
     """Continue a search thoroughly for the best grouping."""
-    closest = min(result.close, key=lambda step: step.makespan_s, default=None)
-    best = _better(closest, None, result.search, Effort.THOROUGH) if closest else None
+    best = _better(result.closest, None, result.search, Effort.THOROUGH) if result.closest else None
     if best and _can_compose_backward(result.cost, result.search):
         best = _with_own_backward(best, result.search)
     return replace(result, best=best) if best and best.makespan_s < result.best.makespan_s else result

@@ -95,12 +95,12 @@ def chunk_width(layer: Any) -> int:
 def chunked(slices: Slices, width: int) -> list[CachedSlice | WholeDocuments]:
     """Cut slices where a layer's chunks begin: each chunk is a document of its own there, with its own cache."""
     if any(isinstance(piece, CachedSlice) and piece.own_rows is not None for piece in slices):
-        raise unshared(width)
+        raise refused_sharing(width)
     return [part for piece in slices for part in _chunks(piece, width)]
 
 
-def unshared(width: int) -> ModelError:
-    """Return why a model whose layers attend within chunks runs no document that ranks share."""
+def refused_sharing(width: int) -> ModelError:
+    """Return the error that says why a model whose layers attend within chunks runs no document that ranks share."""
     return ModelError(
         f"layers with chunks of {width:,} tokens don't attend to documents that ranks share; take cp=1, and plan "
         "with Search(merges=False)"

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from varlen.errors import ModelError, PlanError, SettingError
-from varlen.runtime.attention import unshared
+from varlen.runtime.attention import refused_sharing
 from varlen.runtime.decoder import DecoderParts, attention_of, set_attention
 from varlen.runtime.mesh.consistency import model_fingerprint
 from varlen.runtime.step import layers_of
@@ -297,7 +297,7 @@ def check_ranks(model: Any, mesh: Mesh) -> None:
     """Refuse a model that tp or cp ranks of a mesh can't share, whatever it is divided by; it may be on "meta"."""
     config = model.config.get_text_config()
     if mesh.cp > 1 and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise unshared(int(config.attention_chunk_size))
+        raise refused_sharing(int(config.attention_chunk_size))
     if mesh.tp > 1:
         _styles(model, mesh.tp)
 
