@@ -29,8 +29,8 @@ RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 OUT = Path(sys.argv[2] if len(sys.argv) > 2 else ".")  # imported, as by doctest, it is no job
 WAYS = (("unit", "layers"), ("step", "layers"), ("unit", "parts"), ("unit", "root"))
 MEMORY = {
-    2: (("optimizer", "unit", 1, "none", 512), ("parameters", "unit", 1, "full", 4000)),
-    4: (("parameters", "step", 1, "full", 512, 4), ("parameters", "unit", 2, "none", 512)),
+    2: (("optimizer", "unit", 1, "none", 512), ("parameters", "step", 1, "full", 512, 4)),
+    4: (("parameters", "unit", 2, "none", 512),),
 }
 SEEDS = (0, 1, 4)
 """Of each mesh one."""

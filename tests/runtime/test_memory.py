@@ -518,7 +518,7 @@ def test_ranks_that_share_a_document_hold_what_is_predicted(name, recompute, sav
 
 @pytest.mark.parametrize(("ranks", "count"), mostly([(2, 5)], [(2, 1), (2, 5), (4, 2)]))
 @pytest.mark.parametrize("name", mostly(["wide"], MODELS))
-@EACH_WAY
+@MOST_AND_LEAST
 def test_gpus_of_context_parallelism_hold_what_is_predicted(name, recompute, saved, offload, ranks, count):
     cuts = [[(0, *each)] for each in pairwise(range(0, 1601, 1600 // count))] + [[(1, 0, 320)]]
     plan = plan_of_slices([1600, 320], cuts, recompute=recompute, mesh=Mesh(cp=ranks))
@@ -526,12 +526,12 @@ def test_gpus_of_context_parallelism_hold_what_is_predicted(name, recompute, sav
     check(name, plan, saved)
 
 
-FEW_ROWS = [(4, "full", "layers", "kv"), (5, "full", "layers", "none")]
+SHARES = [("none", 1.0), ("full", 1.0), ("full", 0.5)]
 
 
 @pytest.mark.parametrize(
     ("count", "recompute", "saved", "offload"),
-    mostly(FEW_ROWS, [(count, *way) for count in (1, 2, 3, 4, 5, 8) for way in WAYS]),
+    mostly([(4, "full", "layers", "kv")], [(count, *way) for count in (1, 2, 3, 4, 5, 8) for way in WAYS]),
 )
 @pytest.mark.parametrize("ranks", mostly([2], [1, 2, 4]))
 def test_the_gradient_of_the_head_is_there_before_its_norm_runs_backward(
@@ -546,9 +546,11 @@ def test_the_gradient_of_the_head_is_there_before_its_norm_runs_backward(
 
 
 @pytest.mark.parametrize("name", mostly(["wide"], MODELS))
-@pytest.mark.parametrize(("recompute", "share"), [("none", 1.0), ("full", 1.0), ("full", 0.5)])
-@pytest.mark.parametrize("other", [300, 900])
-def test_what_ranks_gather_ahead_is_predicted_beside_other_documents(name, recompute, share, other):
+@pytest.mark.parametrize(
+    ("other", "recompute", "share"),
+    mostly([(300, "none", 1.0), (900, "full", 0.5)], [(n, *way) for n in (300, 900) for way in SHARES]),
+)
+def test_what_ranks_gather_ahead_is_predicted_beside_other_documents(name, other, recompute, share):
     """A short shared document leaves room to gather the long one ahead, and a longer one doesn't."""
     first, last = [(0, 0, 400)], [(0, 1000, 1600)]
     forward = [[first, [(0, 400, 1000), (1, 0, other), (2 + rank, 0, 200)], last] for rank in range(2)]
