@@ -265,7 +265,7 @@ def _parts(given: _Given) -> Iterator[tuple[_Given, int]]:
             usual_capacities(lengths, mesh.dp),
             search.most_merged_ranks * given.mesh.cp // mesh.cp,
         )
-        for method in [*methods, *(shared if mesh == given.mesh or are_few(lengths, mesh) else [])]:
+        for method in [*methods, *(shared if mesh == given.mesh or are_few(lengths.size, mesh) else [])]:
             part = given._replace(mesh=mesh, method=method, sizes=sizes, tuned=True)
             yield part._replace(search=replace(search, merges=False)), most_ranks
 

@@ -29,6 +29,7 @@ from varlen.plan.local_search import (
     pipeline_of_block,
     work_of_block,
 )
+from varlen.plan.score import are_few
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import dispatch
 from varlen.simulate.graph import StageCosts, stage_costs
@@ -48,7 +49,7 @@ FAR_OVER = 1.12
 _ROUNDING = 1 + 1e-9
 _SLOW = 1.06  # with full memory, a step counts as slow from this multiple of its work on
 _CLOSE_GROUPINGS = 4  # groupings that are searched closely, the best of the quick search
-_CLOSE_GAIN = 1.05  # a close search gains about this much: slower groupings are skipped
+_CLOSE_GAIN, _CLOSE_GAIN_OF_FEW = 1.05, 1.2  # a close search usually gains no more
 
 
 def narrowed(mesh: Mesh, search: Search) -> list[Mesh]:
@@ -80,8 +81,8 @@ class SearchResult:
     search: Search
     method: PlanMethod
     best: StepSearch
-    closest: StepSearch | None
-    """The best of those that were searched closely."""
+    closest: list[StepSearch]
+    """Of each mesh the best that was searched closely, the best of all first."""
 
     @property
     def most_s(self) -> float:
@@ -141,7 +142,10 @@ def micropack(
         best = _closely(groupings, cost, search, close, incumbent_s, best)
     if best is None:
         return None
-    closest = min(close, key=lambda step: step.makespan_s, default=None)
+    of_meshes = dict[Mesh, StepSearch]()
+    for step in sorted(close, key=lambda step: step.makespan_s):
+        of_meshes.setdefault(step.costs.mesh, step)
+    closest = list(of_meshes.values())
     return SearchResult(lengths=lengths, cost=cost, search=search, method=method, best=best, closest=closest)
 
 
@@ -164,7 +168,7 @@ def _closely(
         best = _best_of(plain, search, close, incumbent_s, best)
     elif search.splits_backward and best and best.is_full:
         # A backward in one task can only be faster if memory is full.
-        limit_s = _CLOSE_GAIN * best.makespan_s
+        limit_s = _close_gain(best) * best.makespan_s
         step = _plain(best, stage_costs(cost, best.costs.mesh), search, limit_s)
         if step.makespan_s < limit_s:
             best = _better(step, best, search, Effort.CLOSE)
@@ -172,8 +176,11 @@ def _closely(
 
 
 def thorough(result: SearchResult) -> SearchResult:
-    """Continue a search thoroughly for the best grouping."""
-    best = _better(result.closest, None, result.search, Effort.THOROUGH) if result.closest else None
+    """Continue a search thoroughly for the best grouping, or if documents `are_few` for that of each mesh."""
+    best: StepSearch | None = None
+    every = are_few(result.lengths.size, result.best.costs.mesh)
+    for step in result.closest if every else result.closest[:1]:
+        best = _better(step, best, result.search, Effort.THOROUGH)
     if best and _can_compose_backward(result.cost, result.search):
         best = _with_own_backward(best, result.search)
     return replace(result, best=best) if best and best.makespan_s < result.best.makespan_s else result
@@ -226,7 +233,7 @@ def _best_of(
     """Return the best grouping, or `best` if none is faster; adds those that are searched closely to `close`."""
     seen = Counter[Mesh]()
     for step in sorted(steps, key=lambda step: step.makespan_s):
-        if step.makespan_s > _CLOSE_GAIN * min(incumbent_s, best.makespan_s if best else math.inf):
+        if step.makespan_s > _close_gain(step) * min(incumbent_s, best.makespan_s if best else math.inf):
             break
         if seen[step.costs.mesh] == _CLOSE_GROUPINGS:
             continue
@@ -237,6 +244,11 @@ def _best_of(
         if best and not search.closely:
             break
     return best
+
+
+def _close_gain(step: StepSearch) -> float:
+    """Return what a close search gains at most: slower groupings are skipped."""
+    return _CLOSE_GAIN_OF_FEW if are_few(step.groups.work.size, step.costs.mesh) else _CLOSE_GAIN
 
 
 def _better(

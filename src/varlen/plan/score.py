@@ -66,8 +66,9 @@ def best_plan(
     least_s, tried = limit_s, dict[int, float]()
     rows = int(lengths.sum(dtype=np.int64)) / (mesh.dp * mesh.cp)
     far = _FAR_OF_FEW if lengths.size * mesh.dp <= _FEW else _FAR
-    counts_limit_s = math.inf if are_few(lengths, mesh) else far * limit_s
-    usual = min(_USUAL * mesh.pp / mesh.virtual_stages, rows / _USUAL_ROWS)
+    counts_limit_s = math.inf if are_few(lengths.size, mesh) else far * limit_s
+    # One stage has no pipeline to fill: it takes as few as memory allows.
+    usual = min(_USUAL * mesh.pp / mesh.virtual_stages, rows / _USUAL_ROWS) if mesh.num_chunks > 1 else 1
     while (number := _next(tried, counts, usual, counts_limit_s)) is not None:
         tried[number] = math.inf
         for family in families_of(counts[number]):
@@ -92,9 +93,9 @@ def best_plan(
     return best, least_s
 
 
-def are_few(lengths: Int32Array, mesh: Mesh) -> bool:
+def are_few(num_documents: int, mesh: Mesh) -> bool:
     """Whether a step is so small that everything can be tried."""
-    return lengths.size * mesh.dp * mesh.cp <= _SO_FEW
+    return num_documents * mesh.dp * mesh.cp <= _SO_FEW
 
 
 def _next(tried: dict[int, float], counts: tuple[int, ...], usual: float, limit_s: float) -> int | None:
@@ -107,11 +108,13 @@ def _next(tried: dict[int, float], counts: tuple[int, ...], usual: float, limit_
     if not tried:
         return min(range(len(counts)), key=lambda each: abs(counts[each] - usual))
     best = min(tried, key=lambda each: tried[each])
-    if tried[best] >= limit_s:
+    if tried[best] == math.inf:  # nothing fits yet: more micro-batches take less memory
+        around = [max(tried) + 1]
+    elif tried[best] >= limit_s:
         return None
-    return next(
-        (each for each in (best + 1, best - 1) if 0 <= each < len(counts) and each not in tried), None
-    )
+    else:
+        around = [best + 1, best - 1]
+    return next((each for each in around if 0 <= each < len(counts) and each not in tried), None)
 
 
 def _fastest(
