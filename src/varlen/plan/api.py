@@ -52,6 +52,7 @@ _TYPICAL, _TYPICAL_OFFLOADING = 1.04, 1.13
 # the next is tried.
 _MEMORY_LIMITED = 1.25
 _CLOSE = 1.08  # a thorough search gains about this much
+_SLACK = 1.1  # work in MicroPacks of typical rows is over that in large ones by less
 # Full recomputation is tried beside a plan that fits only if a plan of this multiple of its bound would be faster.
 _TYPICAL_FULL = 1.1
 # Selective recomputation takes hardly any time: with this `_shortage` of memory without it, it is always used. Below
@@ -359,8 +360,11 @@ def _whole(
     lengths, mesh, method, sizes = given[:4]
     work = _work(lengths, costs[-1], mesh)
     layers = costs[-1].stages(mesh).layers.reshape(-1, mesh.pp).sum(axis=0).max()
-    # Of an average layer, at the most recomputation.
-    most_s = limit_s / layers * (work[:, 0].sum() / _work(lengths, costs[0], mesh, 1)[:, 0].sum())
+    most_s = math.inf
+    if not are_few(lengths.size, mesh):  # of an average layer, at the most recomputation
+        most_s = (
+            _SLACK * limit_s / layers * (work[:, 0].sum() / _work(lengths, costs[0], mesh, 1)[:, 0].sum())
+        )
 
     def shared(count: int, way: Way) -> Families:
         return dynamic_cp_candidates(lengths, work, mesh, sizes, counts=(count,), ways=(way,), most_s=most_s)

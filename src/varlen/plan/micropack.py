@@ -29,7 +29,7 @@ from varlen.plan.local_search import (
     pipeline_of_block,
     work_of_block,
 )
-from varlen.plan.score import are_few
+from varlen.plan.score import are_few, weights_apart_first
 from varlen.plan.search import Search
 from varlen.simulate.dispatch import dispatch
 from varlen.simulate.graph import StageCosts, stage_costs
@@ -82,7 +82,7 @@ class SearchResult:
     method: PlanMethod
     best: StepSearch
     closest: list[StepSearch]
-    """Of each mesh the best that was searched closely, the best of all first."""
+    """The best that was searched closely on each mesh, with and without separate weight gradients; the best first."""
 
     @property
     def most_s(self) -> float:
@@ -120,36 +120,42 @@ def micropack(
 
     Of the `narrowed` meshes, only those are searched that are like `near` or one doubling away, if it is given.
     """
-    splits, close = search.splits_backward, list[StepSearch]()
+    kinds = [search.splits_backward]
+    if search.splits_backward and not weights_apart_first(mesh):
+        kinds = [False, True]
+    close = list[StepSearch]()
     groupings, quick = list[_Grouping](), list[StepSearch]()
     for narrow in narrowed(mesh, search):
         if near and not near.dp <= 2 * narrow.dp <= 4 * near.dp:
             continue
-        costs = stage_costs(cost, narrow, splits=splits)
+        costs = stage_costs(cost, narrow, splits=kinds[0])
         sync_s = float(costs.sync_s.min())
         least_s = min([step.makespan_s for step in quick], default=math.inf)
         bound_s = lower_bound(lengths, cost, narrow, least_rows=search.least_rows).seconds if quick else 0.0
         if bound_s >= min(incumbent_s, least_s + sync_s):
             continue
         own = list(_groupings(lengths, costs, search, search.most_merged_ranks * mesh.cp // narrow.cp))
-        quick += _quick(own, cost, search, splits=splits, incumbent_s=least_s)
+        for splits in kinds:
+            quick += _quick(own, cost, search, splits=splits, incumbent_s=least_s)
         groupings += own
     incumbent_s -= sync_s
     best = _best_of(quick, search, close, incumbent_s)
     if best is None and method == "sliced" and incumbent_s < math.inf:
         return None  # it is hardly ever the best; weight gradients within wouldn't make it so
-    if not best or search.closely:
-        best = _closely(groupings, cost, search, close, incumbent_s, best)
+    if best and search.closely and _can_compose_backward(cost, search):
+        best = _with_own_backward(best, search)
+    if kinds == [True] and (best is None or search.closely):
+        best = _without_splits(groupings, cost, search, close, incumbent_s, best)
     if best is None:
         return None
-    of_meshes = dict[Mesh, StepSearch]()
+    closest = dict[StageCosts, StepSearch]()
     for step in sorted(close, key=lambda step: step.makespan_s):
-        of_meshes.setdefault(step.costs.mesh, step)
-    closest = list(of_meshes.values())
-    return SearchResult(lengths=lengths, cost=cost, search=search, method=method, best=best, closest=closest)
+        closest.setdefault(step.costs, step)
+    every = list(closest.values())
+    return SearchResult(lengths=lengths, cost=cost, search=search, method=method, best=best, closest=every)
 
 
-def _closely(
+def _without_splits(
     groupings: list[_Grouping],
     cost: CostModel,
     search: Search,
@@ -157,17 +163,14 @@ def _closely(
     incumbent_s: float,
     best: StepSearch | None,
 ) -> StepSearch | None:
-    """Try independent backward passes, and weight gradients within the backward pass."""
-    if best and _can_compose_backward(cost, search):
-        best = _with_own_backward(best, search)
-    if search.splits_backward and (best is None or (best.is_full and best.slowness > _SLOW)):
+    """Try weight gradients within the backward pass, which can only be faster if memory is full."""
+    if best is None or (best.is_full and best.slowness > _SLOW):
         # Separate weight gradients hold memory for longer; without them, another grouping may be better.
         plain = _quick(
             groupings, cost, search, splits=False, incumbent_s=best.makespan_s if best else math.inf
         )
         best = _best_of(plain, search, close, incumbent_s, best)
-    elif search.splits_backward and best and best.is_full:
-        # A backward in one task can only be faster if memory is full.
+    elif best.is_full:
         limit_s = _close_gain(best) * best.makespan_s
         step = _plain(best, stage_costs(cost, best.costs.mesh), search, limit_s)
         if step.makespan_s < limit_s:
@@ -231,13 +234,13 @@ def _best_of(
     best: StepSearch | None = None,
 ) -> StepSearch | None:
     """Return the best grouping, or `best` if none is faster; adds those that are searched closely to `close`."""
-    seen = Counter[Mesh]()
+    seen = Counter[StageCosts]()
     for step in sorted(steps, key=lambda step: step.makespan_s):
         if step.makespan_s > _close_gain(step) * min(incumbent_s, best.makespan_s if best else math.inf):
             break
-        if seen[step.costs.mesh] == _CLOSE_GROUPINGS:
+        if seen[step.costs] == _CLOSE_GROUPINGS:
             continue
-        seen[step.costs.mesh] += 1
+        seen[step.costs] += 1
         effort = Effort.CLOSE if search.closely else Effort.BRIEF
         best = _better(step, best, search, effort, incumbent_s)
         close += [step] if step.is_complete else []

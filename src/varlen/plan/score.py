@@ -32,10 +32,11 @@ _WAITING = 1.25  # an order of the slowest rank's tasks is scored up to this mul
 _USUAL = (
     6  # micro-batches per stage from which a search with a limit begins; fewer where stages are interleaved
 )
+_FEWER = 3  # where they take far too long, it begins again from fewer by this factor
 _USUAL_ROWS = 2048  # rows of a GPU in each of them, or more
 # With a limit, the search ends if the best count takes at least this multiple of it: the second where ranks have few
 # documents, among which a usual count may be far from the best.
-_FAR, _FAR_OF_FEW = 1.1, 1.2
+_FAR, _FAR_OF_FEW, _FAR_OF_VERY_FEW = 1.1, 1.2, 1.5
 _FEW = 1024  # documents times ranks
 _SO_FEW = 256  # up to which it tries all counts, which takes little time
 _PATIENCE = 3  # after so many further numbers without a faster plan, the search ends
@@ -66,19 +67,23 @@ def best_plan(
     least_s, tried = limit_s, dict[int, float]()
     rows = int(lengths.sum(dtype=np.int64)) / (mesh.dp * mesh.cp)
     far = _FAR_OF_FEW if lengths.size * mesh.dp <= _FEW else _FAR
-    counts_limit_s = math.inf if are_few(lengths.size, mesh) else far * limit_s
+    counts_limit_s = far * limit_s
+    if are_few(lengths.size, mesh):
+        far, counts_limit_s = _FAR_OF_VERY_FEW, math.inf
     # One stage has no pipeline to fill: it takes as few as memory allows.
     usual = min(_USUAL * mesh.pp / mesh.virtual_stages, rows / _USUAL_ROWS) if mesh.num_chunks > 1 else 1
     while (number := _next(tried, counts, usual, counts_limit_s)) is not None:
-        tried[number] = math.inf
+        tried[number], is_full = math.inf, False
         for family in families_of(counts[number]):
             for candidate in family:
                 plan, step_s = _fastest(candidate, lengths, costs, mesh, method, splits, least_s, far)
-                tried[number] = min(tried[number], step_s)
+                tried[number], is_full = min(tried[number], step_s), is_full or step_s == math.inf
                 if plan and step_s < least_s:
                     fastest, best, least_s = candidate, plan, step_s
                 if step_s >= far * least_s:  # another order gains less
                     break
+        if is_full and tried[number] >= far * least_s:  # what would be fast doesn't fit
+            tried[number] = math.inf
     if best is None or fastest is None:
         return None
     cost = costs[0].as_planned(best)
@@ -98,6 +103,15 @@ def are_few(num_documents: int, mesh: Mesh) -> bool:
     return num_documents * mesh.dp * mesh.cp <= _SO_FEW
 
 
+def weights_apart_first(mesh: Mesh) -> bool:
+    """Whether plans without separate weight gradients are tried only if those with them don't fit.
+
+    They fill gaps of pipelines. Without a pipeline there are hardly any, and where parameters are sharded each task
+    gathers them again.
+    """
+    return mesh.num_chunks > 1 and mesh.sharding != "parameters"
+
+
 def _next(tried: dict[int, float], counts: tuple[int, ...], usual: float, limit_s: float) -> int | None:
     """Return the index of the next count to try, given the seconds of those tried; None to end the search."""
     if limit_s == math.inf:
@@ -105,13 +119,16 @@ def _next(tried: dict[int, float], counts: tuple[int, ...], usual: float, limit_
         best = min(tried, key=lambda each: tried[each], default=0)
         is_over = number >= _LEAST_COUNTS and tried[best] < math.inf and number - best > _PATIENCE
         return None if is_over or number == len(counts) else number
+    starts = [
+        min(range(len(counts)), key=lambda each: abs(counts[each] - usual / part)) for part in (1, _FEWER)
+    ]
     if not tried:
-        return min(range(len(counts)), key=lambda each: abs(counts[each] - usual))
+        return starts[0]
     best = min(tried, key=lambda each: tried[each])
     if tried[best] == math.inf:  # nothing fits yet: more micro-batches take less memory
         around = [max(tried) + 1]
     elif tried[best] >= limit_s:
-        return None
+        around = starts[1:]
     else:
         around = [best + 1, best - 1]
     return next((each for each in around if 0 <= each < len(counts) and each not in tried), None)
@@ -132,8 +149,28 @@ def _fastest(
     It is dispatched up to `far` times the limit, which tells how far it is from it. It is tried with the most
     recomputation first: with less, it takes more memory, and is taken to be as slow in relation to its bound.
     """
+    ways = [(False,)] if not splits else [(True, False)] if weights_apart_first(mesh) else [(False,), (True,)]
+    best, best_s = None, math.inf
+    for kinds in ways:
+        asked = (candidate, lengths, costs, mesh, method, kinds)
+        plan, step_s = _fastest_of(*asked, min(limit_s, best_s), far)
+        if step_s < best_s:
+            best, best_s = plan, step_s
+    return best, best_s
+
+
+def _fastest_of(
+    candidate: Candidate,
+    lengths: Int32Array,
+    costs: Sequence[CostModel],
+    mesh: Mesh,
+    method: PlanMethod,
+    kinds: tuple[bool, ...],
+    limit_s: float,
+    far: float,
+) -> tuple[StepPlan | None, float]:
+    """As `_fastest`, with separate weight gradients or without: the first of these kinds that fits."""
     best, best_s, slowness = None, math.inf, 1.0
-    kinds = (True, False) if splits else (False,)
     for cost in reversed(costs):
         plan = unordered(candidate, lengths, cost, mesh, method)
         # Both passes have the same MicroPacks.
