@@ -1,6 +1,8 @@
 """The lower bound is what is written out by hand here, and scores of candidates are what the simulator says."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from tests.support.planning import cost_of
 from tests.support.rarely import IS_SOAK
 
 import varlen as vl
+from varlen.plan import score as score_module
 from varlen.plan.baselines.dynamic_cp import dynamic_cp_candidates
 from varlen.plan.baselines.packed import capacities, packed, packed_candidates
 from varlen.plan.bound import lower_bound
@@ -131,21 +134,36 @@ def test_the_slowest_dispatched_rank_takes_what_the_simulator_says(virtual_stage
 
 @pytest.mark.parametrize("virtual_stages", [1, 2, 3])
 def test_a_search_with_a_limit_begins_with_fewer_micro_batches_where_stages_are_interleaved(virtual_stages):
-    tried = list[int]()
-    lengths = np.full(4096, 1000, np.int32)
-    mesh = vl.Mesh(dp=4, pp=4, tp=8, virtual_stages=virtual_stages)
-
-    best_plan(
-        lambda count: tried.append(count) or (),
-        tuple(range(1, 100)),
-        lengths,
-        [LLAMA_7B],
-        mesh,
-        "balanced",
-        limit_s=1.0,
-    )
+    tried = counts_of_a_search(vl.Mesh(dp=4, pp=4, tp=8, virtual_stages=virtual_stages))
 
     assert tried[0] == 24 // virtual_stages
+
+
+def test_a_search_with_a_limit_goes_on_to_more_micro_batches_until_some_fit():
+    assert counts_of_a_search(vl.Mesh(dp=4, pp=4, tp=8)) == [*range(24, 33)]
+    assert counts_of_a_search(vl.Mesh(dp=4, tp=8)) == [*range(1, 33)]
+
+
+def test_a_search_with_a_limit_begins_again_from_fewer_micro_batches_and_climbs(monkeypatch):
+    def seconds(candidate, *_):
+        return None, 0.9 + abs(candidate - 5) / 100 if candidate < 20 else 2.0
+
+    monkeypatch.setattr(score_module, "_fastest", seconds)
+
+    assert counts_of_a_search(vl.Mesh(dp=4, pp=4, tp=8), lambda count: [[count]]) == [24, 8, 9, 7, 6, 5, 4]
+
+
+def counts_of_a_search(mesh: vl.Mesh, families_of: Callable[[int], Any] = lambda count: ()) -> list[int]:
+    """The numbers of micro-batches that a search with a limit of a second tries, out of 1 to 32, in its order."""
+    tried = list[int]()
+
+    def families(count: int) -> Any:
+        tried.append(count)
+        return families_of(count)
+
+    lengths = np.full(4096, 1000, np.int32)
+    best_plan(families, tuple(range(1, 33)), lengths, [LLAMA_7B], mesh, "balanced", limit_s=1.0)
+    return tried
 
 
 @pytest.mark.parametrize("splits", [False, True])

@@ -491,7 +491,16 @@ SMALL_MESHES = [
     vl.Mesh(dp=2, pp=2, tp=4),
     vl.Mesh(dp=4, pp=4, tp=4),
     vl.Mesh(dp=4, pp=4, tp=4, virtual_stages=2),
+    vl.Mesh(dp=4, tp=4, sharding="parameters"),
+    vl.Mesh(dp=2, pp=2, tp=4, sharding="parameters"),
 ]
+
+
+@pytest.mark.parametrize(("mesh", "apart"), [(SMALL_MESHES[5], False), (SMALL_MESHES[3], True)])
+def test_weight_gradients_are_apart_where_a_pipeline_has_gaps_for_them(mesh, apart):
+    plan = vl.plan_step(long_tailed(24, 4000), cost=cost_of(), mesh=mesh)
+
+    assert plan.splits_backward == apart
 
 
 @pytest.mark.soak

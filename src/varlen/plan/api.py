@@ -274,12 +274,12 @@ def _parts(given: _Given) -> Iterator[tuple[_Given, int]]:
 def _filling(part: _Given, most: float) -> _Given:
     """Leave out capacities of "packed" with which pipelines would idle for over `most` of their work, less 1.
 
-    Most packs are over half full, and the smallest may be the first and the last.
+    Packs that are an eighth full may be the first and the last.
     """
     if part.method != "packed" or most == math.inf:
         return part
     share = int(part.lengths.sum(dtype=np.int64)) / part.mesh.dp
-    idle = (part.mesh.num_chunks - 1) / part.mesh.virtual_stages / (4 * share)
+    idle = (part.mesh.num_chunks - 1) / part.mesh.virtual_stages / (8 * share)
     return part._replace(sizes=[size for size in part.sizes if 1 + idle * size < most])
 
 
