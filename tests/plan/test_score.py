@@ -139,9 +139,9 @@ def test_a_search_with_a_limit_begins_with_fewer_micro_batches_where_stages_are_
     assert tried[0] == 24 // virtual_stages
 
 
-def test_a_search_with_a_limit_goes_on_to_more_micro_batches_until_some_fit():
-    assert counts_of_a_search(vl.Mesh(dp=4, pp=4, tp=8)) == [*range(24, 33)]
-    assert counts_of_a_search(vl.Mesh(dp=4, tp=8)) == [*range(1, 33)]
+def test_a_search_with_a_limit_goes_on_to_more_micro_batches_where_none_fit():
+    assert counts_of_a_search(vl.Mesh(dp=4, pp=4, tp=8)) == [24, 26, 28, 30]
+    assert counts_of_a_search(vl.Mesh(dp=4, tp=8)) == [1, 3, 5, 7]
 
 
 def test_a_search_with_a_limit_begins_again_from_fewer_micro_batches_and_climbs(monkeypatch):
@@ -161,7 +161,7 @@ def counts_of_a_search(mesh: vl.Mesh, families_of: Callable[[int], Any] = lambda
         tried.append(count)
         return families_of(count)
 
-    lengths = np.full(4096, 1000, np.int32)
+    lengths = np.full(200, 20_000, np.int32)
     best_plan(families, tuple(range(1, 33)), lengths, [LLAMA_7B], mesh, "balanced", limit_s=1.0)
     return tried
 

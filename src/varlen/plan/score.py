@@ -32,14 +32,16 @@ _WAITING = 1.25  # an order of the slowest rank's tasks is scored up to this mul
 _USUAL = (
     6  # micro-batches per stage from which a search with a limit begins; fewer where stages are interleaved
 )
-_FEWER = 3  # where they take far too long, it begins again from fewer by this factor
+_FEWER = 3  # where those take far too long and documents are few, it begins again from fewer by this factor
 _USUAL_ROWS = 2048  # rows of a GPU in each of them, or more
 # With a limit, the search ends if the best count takes at least this multiple of it: the second where ranks have few
 # documents, among which a usual count may be far from the best.
 _FAR, _FAR_OF_FEW, _FAR_OF_VERY_FEW = 1.1, 1.2, 1.5
 _FEW = 1024  # documents times ranks
 _SO_FEW = 256  # up to which it tries all counts, which takes little time
-_PATIENCE = 3  # after so many further numbers without a faster plan, the search ends
+_PATIENCE = (
+    3  # after so many further numbers without a faster plan, or without one that fits, the search ends
+)
 
 
 def best_plan(
@@ -66,13 +68,16 @@ def best_plan(
     best: StepPlan | None = None
     least_s, tried = limit_s, dict[int, float]()
     rows = int(lengths.sum(dtype=np.int64)) / (mesh.dp * mesh.cp)
-    far = _FAR_OF_FEW if lengths.size * mesh.dp <= _FEW else _FAR
+    far, fewer = (_FAR_OF_FEW, _FEWER) if lengths.size * mesh.dp <= _FEW else (_FAR, 1)
     counts_limit_s = far * limit_s
     if are_few(lengths.size, mesh):
         far, counts_limit_s = _FAR_OF_VERY_FEW, math.inf
     # One stage has no pipeline to fill: it takes as few as memory allows.
     usual = min(_USUAL * mesh.pp / mesh.virtual_stages, rows / _USUAL_ROWS) if mesh.num_chunks > 1 else 1
-    while (number := _next(tried, counts, usual, counts_limit_s)) is not None:
+    starts = [
+        min(range(len(counts)), key=lambda each: abs(counts[each] - usual / part)) for part in (1, fewer)
+    ]
+    while (number := _next(tried, len(counts), starts, counts_limit_s)) is not None:
         tried[number], is_full = math.inf, False
         for family in families_of(counts[number]):
             for candidate in family:
@@ -112,26 +117,21 @@ def weights_apart_first(mesh: Mesh) -> bool:
     return mesh.num_chunks > 1 and mesh.sharding != "parameters"
 
 
-def _next(tried: dict[int, float], counts: tuple[int, ...], usual: float, limit_s: float) -> int | None:
+def _next(tried: dict[int, float], num_counts: int, starts: list[int], limit_s: float) -> int | None:
     """Return the index of the next count to try, given the seconds of those tried; None to end the search."""
     if limit_s == math.inf:
         number = len(tried)
         best = min(tried, key=lambda each: tried[each], default=0)
         is_over = number >= _LEAST_COUNTS and tried[best] < math.inf and number - best > _PATIENCE
-        return None if is_over or number == len(counts) else number
-    starts = [
-        min(range(len(counts)), key=lambda each: abs(counts[each] - usual / part)) for part in (1, _FEWER)
-    ]
-    if not tried:
-        return starts[0]
-    best = min(tried, key=lambda each: tried[each])
-    if tried[best] == math.inf:  # nothing fits yet: more micro-batches take less memory
-        around = [max(tried) + 1]
-    elif tried[best] >= limit_s:
-        around = starts[1:]
-    else:
+        return None if is_over or number == num_counts else number
+    best = min(tried, key=lambda each: tried[each], default=-1)
+    if not tried or math.inf > tried[best] >= limit_s:
+        around = [*starts, best - 1] if tried.get(best - 2) == math.inf else starts
+    elif tried[best] < math.inf:
         around = [best + 1, best - 1]
-    return next((each for each in around if 0 <= each < len(counts) and each not in tried), None)
+    else:  # nothing fits yet: more micro-batches take less memory
+        around = [max(tried) + 2] if len(tried) <= _PATIENCE else []
+    return next((each for each in around if 0 <= each < num_counts and each not in tried), None)
 
 
 def _fastest(
