@@ -39,9 +39,7 @@ _USUAL_ROWS = 2048  # rows of a GPU in each of them, or more
 _FAR, _FAR_OF_FEW, _FAR_OF_VERY_FEW = 1.1, 1.2, 1.5
 _FEW = 1024  # documents times ranks
 _SO_FEW = 256  # up to which it tries all counts, which takes little time
-_PATIENCE = (
-    3  # after so many further numbers without a faster plan, or without one that fits, the search ends
-)
+_PATIENCE = 3  # after so many further numbers without a faster plan, the search ends
 
 
 def best_plan(
@@ -67,17 +65,14 @@ def best_plan(
     fastest: Candidate | None = None
     best: StepPlan | None = None
     least_s, tried = limit_s, dict[int, float]()
-    rows = int(lengths.sum(dtype=np.int64)) / (mesh.dp * mesh.cp)
-    far, fewer = (_FAR_OF_FEW, _FEWER) if lengths.size * mesh.dp <= _FEW else (_FAR, 1)
-    counts_limit_s = far * limit_s
+    is_quick = lengths.size * mesh.dp > _FEW
+    far, counts_limit_s = (_FAR if is_quick else _FAR_OF_FEW), limit_s
     if are_few(lengths.size, mesh):
-        far, counts_limit_s = _FAR_OF_VERY_FEW, math.inf
-    # One stage has no pipeline to fill: it takes as few as memory allows.
-    usual = min(_USUAL * mesh.pp / mesh.virtual_stages, rows / _USUAL_ROWS) if mesh.num_chunks > 1 else 1
-    starts = [
-        min(range(len(counts)), key=lambda each: abs(counts[each] - usual / part)) for part in (1, fewer)
-    ]
-    while (number := _next(tried, len(counts), starts, counts_limit_s)) is not None:
+        far = _FAR_OF_VERY_FEW
+        counts_limit_s = math.inf
+    starts = _starts(counts, lengths, mesh, (1,) if is_quick else (1, _FEWER))
+    patience = 0 if is_quick else _PATIENCE
+    while (number := _next(tried, len(counts), starts, patience, far * counts_limit_s)) is not None:
         tried[number], is_full = math.inf, False
         for family in families_of(counts[number]):
             for candidate in family:
@@ -117,8 +112,21 @@ def weights_apart_first(mesh: Mesh) -> bool:
     return mesh.num_chunks > 1 and mesh.sharding != "parameters"
 
 
-def _next(tried: dict[int, float], num_counts: int, starts: list[int], limit_s: float) -> int | None:
-    """Return the index of the next count to try, given the seconds of those tried; None to end the search."""
+def _starts(counts: tuple[int, ...], lengths: Int32Array, mesh: Mesh, parts: tuple[int, ...]) -> list[int]:
+    """Return the indices of the counts nearest to parts of a usual one."""
+    rows = int(lengths.sum(dtype=np.int64)) / (mesh.dp * mesh.cp)
+    # One stage has no pipeline to fill: it takes as few as memory allows.
+    usual = min(_USUAL * mesh.pp / mesh.virtual_stages, rows / _USUAL_ROWS) if mesh.num_chunks > 1 else 1
+    return [min(range(len(counts)), key=lambda each: abs(counts[each] - usual / part)) for part in parts]
+
+
+def _next(
+    tried: dict[int, float], num_counts: int, starts: list[int], patience: int, limit_s: float
+) -> int | None:
+    """Return the index of the next count to try, given the seconds of those tried; None to end the search.
+
+    With a limit, so many more counts are tried as long as none fits.
+    """
     if limit_s == math.inf:
         number = len(tried)
         best = min(tried, key=lambda each: tried[each], default=0)
@@ -130,7 +138,7 @@ def _next(tried: dict[int, float], num_counts: int, starts: list[int], limit_s: 
     elif tried[best] < math.inf:
         around = [best + 1, best - 1]
     else:  # nothing fits yet: more micro-batches take less memory
-        around = [max(tried) + 2] if len(tried) <= _PATIENCE else []
+        around = [max(tried) + 2] if len(tried) <= patience else []
     return next((each for each in around if 0 <= each < num_counts and each not in tried), None)
 
 
