@@ -103,7 +103,7 @@ def plan_step(
         PlanError: no plan fits into memory, or the mesh has too many ranks for the step; says what would work.
 
     Cost: "micropack" takes about 0.1 s for 512 documents on 4 x 4, 1 s for 8,192 on 64 x 16, and 8 s for 100,000.
-    If memory is short, it plans several levels of recomputation, which takes up to 0.25 s, 1.6 s and 11 s; see
+    If memory is short, it plans several levels of recomputation, which takes up to 0.3 s, 1.6 s and 13 s; see
     docs/planning-results.md.
 
     >>> import varlen as vl
