@@ -33,7 +33,7 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The first call of a kernel compiles it, so no example has a deadline.
-hypothesis.settings.register_profile("test", deadline=None, derandomize=True, max_examples=30)
+hypothesis.settings.register_profile("test", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.register_profile(
     "soak",
     deadline=None,

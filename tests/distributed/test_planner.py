@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.pipelines import LIBRARIES
 from tests.support.planning import until
 from tests.support.ranks import as_ranks
 from tests.support.stores import loader_of, random_store
@@ -59,7 +60,7 @@ def test_a_run_that_goes_on_has_the_plans_that_its_steps_had(store, settings):
 
 
 def test_ranks_run_the_plan_that_the_first_made_of_the_documents_that_all_get(store, tmp_path):
-    as_ranks(HERE / "planner_job.py", store, 4, tmp_path, libraries="torch")
+    as_ranks(HERE / "planner_job.py", store, 4, tmp_path, libraries=LIBRARIES)
 
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second

@@ -7,15 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.distances import EXACT
+from tests.support.pipelines import LIBRARIES
 from tests.support.ranks import as_ranks
 
 from varlen.documents.source import open_source
 from varlen.offline.index import index_source
 
-LIBRARIES = (
-    "torch,transformers.models.llama.modeling_llama,varlen.runtime.engine,"
-    "varlen.feed.loader,varlen.plan.api,numba"
-)
 JOB = Path(__file__).with_name("share_job.py")
 Found = list[dict[str, Any]]
 

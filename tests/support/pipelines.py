@@ -460,8 +460,10 @@ def struck(rank: int, world: int, how: str, strikes: Callable[[], Any]) -> dict[
 
 LIBRARIES = (
     "torch,torch.distributed.fsdp,transformers.models.llama.modeling_llama,"
-    "transformers.models.qwen3.modeling_qwen3,varlen.runtime.engine,varlen.simulate.api,numba,pytest"
+    "transformers.models.qwen3.modeling_qwen3,varlen.runtime.engine,varlen.simulate.api,"
+    "varlen.feed.loader,varlen.plan.api,numba,pytest"
 )
+"""The same for all jobs of the engine, so that one process imports them for all."""
 
 
 JOB = Path(__file__).parents[1] / "distributed" / "pipeline_job.py"

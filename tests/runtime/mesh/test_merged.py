@@ -26,6 +26,7 @@ from tests.runtime.side_by_side import (
 )
 from tests.support.distances import assert_same, largest
 from tests.support.kernel_stand_ins import KERNELS
+from tests.support.pipelines import LIBRARIES
 from tests.support.random_plans import random_plan
 from tests.support.ranks import as_ranks
 from tests.support.rarely import examples, mostly
@@ -390,9 +391,7 @@ def test_groups_are_asked_for_in_an_order_in_which_none_waits_for_another():
 
 @pytest.mark.parametrize("num_ranks", mostly([2], [2, 4]))
 def test_processes_that_share_documents_add_up_to_the_uncut_model(num_ranks):
-    said = json.loads(
-        as_ranks(JOB, ranks=num_ranks, libraries="torch,transformers.models.llama.modeling_llama")
-    )
+    said = json.loads(as_ranks(JOB, ranks=num_ranks, libraries=LIBRARIES))
 
     assert [set(step["sizes"]) for step in said] == 2 * [{1, 2, num_ranks}]
     for step in said:
