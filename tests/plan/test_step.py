@@ -493,6 +493,7 @@ SMALL_MESHES = [
     vl.Mesh(dp=4, pp=4, tp=4, virtual_stages=2),
     vl.Mesh(dp=4, tp=4, sharding="parameters"),
     vl.Mesh(dp=2, pp=2, tp=4, sharding="parameters"),
+    vl.Mesh(pp=8, tp=4, sharding="parameters"),
 ]
 
 

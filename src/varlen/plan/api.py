@@ -276,7 +276,7 @@ def _filling(part: _Given, most: float) -> _Given:
 
     Packs that are an eighth full may be the first and the last.
     """
-    if part.method != "packed" or most == math.inf:
+    if part.method != "packed" or most == math.inf or are_few(part.lengths.size, part.mesh):
         return part
     share = int(part.lengths.sum(dtype=np.int64)) / part.mesh.dp
     idle = (part.mesh.num_chunks - 1) / part.mesh.virtual_stages / (8 * share)
