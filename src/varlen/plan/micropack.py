@@ -148,11 +148,11 @@ def micropack(
         best = _without_splits(groupings, cost, search, close, incumbent_s, best)
     if best is None:
         return None
-    closest = dict[StageCosts, StepSearch]()
+    first = dict[StageCosts, StepSearch]()
     for step in sorted(close, key=lambda step: step.makespan_s):
-        closest.setdefault(step.costs, step)
-    every = list(closest.values())
-    return SearchResult(lengths=lengths, cost=cost, search=search, method=method, best=best, closest=every)
+        first.setdefault(step.costs, step)
+    closest = list(first.values())
+    return SearchResult(lengths=lengths, cost=cost, search=search, method=method, best=best, closest=closest)
 
 
 def _without_splits(

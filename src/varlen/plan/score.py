@@ -34,8 +34,8 @@ _USUAL = (
 )
 _FEWER = 3  # where those take far too long and documents are few, it begins again from fewer by this factor
 _USUAL_ROWS = 2048  # rows of a GPU in each of them, or more
-# With a limit, the search ends if the best count takes at least this multiple of it: the second where ranks have few
-# documents, among which a usual count may be far from the best.
+# With a limit, the search ends if the best count takes at least this multiple of it; the fewer the documents, the
+# farther a usual count may be from the best.
 _FAR, _FAR_OF_FEW, _FAR_OF_VERY_FEW = 1.1, 1.2, 1.5
 _FEW = 1024  # documents times ranks
 _SO_FEW = 256  # up to which it tries all counts, which takes little time
@@ -57,19 +57,18 @@ def best_plan(
 
     `costs` are levels of recomputation, each more than the one before: a candidate is tried with all of them.
     Candidates of a family differ only in the order of their MicroPacks, so they have one lower bound. They are
-    dispatched, with separate weight gradients if `splits` and if those fit; the fastest is also tried without them,
-    and with the fixed schedule. Families that can't take less than `limit_s` or the best are skipped. With
-    a limit, only the counts around a usual one are tried, as far as they promise to be faster, unless documents
-    `are_few`.
+    dispatched, with separate weight gradients if `splits` (see `weights_apart_first`); the fastest is also tried
+    without them, and with the fixed schedule. Families that can't take less than `limit_s` or the best are skipped.
+    With a limit, only the counts around a usual one are tried, as far as they promise to be faster, unless
+    documents `are_few`.
     """
     fastest: Candidate | None = None
     best: StepPlan | None = None
     least_s, tried = limit_s, dict[int, float]()
     is_quick = lengths.size * mesh.dp > _FEW
-    far, counts_limit_s = (_FAR if is_quick else _FAR_OF_FEW), limit_s
+    far, counts_limit_s = _FAR if is_quick else _FAR_OF_FEW, limit_s
     if are_few(lengths.size, mesh):
-        far = _FAR_OF_VERY_FEW
-        counts_limit_s = math.inf
+        far, counts_limit_s = _FAR_OF_VERY_FEW, math.inf
     starts = _starts(counts, lengths, mesh, (1,) if is_quick else (1, _FEWER))
     patience = 0 if is_quick else _PATIENCE
     while (number := _next(tried, len(counts), starts, patience, far * counts_limit_s)) is not None:
@@ -104,7 +103,7 @@ def are_few(num_documents: int, mesh: Mesh) -> bool:
 
 
 def weights_apart_first(mesh: Mesh) -> bool:
-    """Whether plans without separate weight gradients are tried only if those with them don't fit.
+    """Whether plans without separate weight gradients are tried only where those with them don't fit.
 
     They fill gaps of pipelines. Without a pipeline there are hardly any, and where parameters are sharded each task
     gathers them again.
@@ -134,6 +133,7 @@ def _next(
         return None if is_over or number == num_counts else number
     best = min(tried, key=lambda each: tried[each], default=-1)
     if not tried or math.inf > tried[best] >= limit_s:
+        # The count between one that didn't fit and one that is slow was jumped over.
         around = [*starts, best - 1] if tried.get(best - 2) == math.inf else starts
     elif tried[best] < math.inf:
         around = [best + 1, best - 1]
