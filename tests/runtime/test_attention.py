@@ -204,6 +204,20 @@ def test_a_kernel_of_whole_slices_attends_as_the_uncut_document(name, case, seed
     assert window is not None or max(most) <= 3
 
 
+def test_half_precision_kernels_are_as_exact_over_many_blocks_of_keys_as_over_few(monkeypatch):
+    half, gradient = ([x.bfloat16() for x in document(1024, (4, 2), seed)] for seed in (0, 1))
+    true = reference([x.double() for x in half], gradient[0].double(), None)[0][1]
+    monkeypatch.setattr(attention, "chosen", lambda *_: ByScores())
+
+    def error(keys: int) -> float:
+        monkeypatch.setattr(tiles, "BACKWARD_KEYS", keys)
+        by_query = in_slices([half], gradient[:1], [[(0, 0, 960)], [(0, 960, 1024)]])[0][0][1]
+        off, size = (x[:, :, 960:].norm() for x in (by_query - true, true))
+        return float(off / size)
+
+    assert error(16) < 2 * error(1024)  # parts are rounded, and then their sum
+
+
 def test_short_documents_are_one_call_and_slices_with_earlier_tokens_one_each():
     calls: list[Lengths] = []
 
