@@ -102,7 +102,7 @@ def test_all_meshes_train_what_one_process_trains(tmp_path, ranks, record_proper
 @pytest.mark.parametrize(
     "names",
     [
-        ["gpt_oss", "apertus"],  # experts; an activation that learns
+        ["gpt_oss", "apertus", "gemma4_text"],  # experts; an activation that learns; layers of other heads
         pytest.param(
             [*FAMILIES, "llama tied", "gemma2 tied", "gpt_oss tied", "phi tied"], marks=pytest.mark.soak
         ),
@@ -130,6 +130,7 @@ def test_a_model_that_is_divided_otherwise_than_the_mesh_says_is_refused(two):
         "plan": r"(1, 1, 2, 1, 1) and the engine's mesh is (1, 1, 1, 2, 1)",
         "ours, other mesh": "is divided among the ranks [0, 1], and the mesh of this engine has tp=1",
         "heads": "tp=2 doesn't divide the 4 query heads and 1 key heads of this llama model; tp may be 1",
+        "heads of some layers": "divide the 4 query heads and 1 key heads or 4 query heads and 2 key heads of this",
         "chunks": "layers with chunks of 8 tokens don't attend to documents that ranks share; take cp=1",
         "fully_shard": "fully_shard has divided the model, and tp=2 would divide shards; load the model again, and",
         "columns": "and fully_shard hasn't divided rows of theirs among all replicas",

@@ -228,6 +228,7 @@ def run_mesh(seed: int, mesh: vl.Mesh, rank: int) -> dict[str, Any]:
 def run_family(name: str, rank: int) -> dict[str, Any]:
     """Train a model of a family that two processes divide."""
     mesh, settings = vl.Mesh(tp=2), {"tie_word_embeddings": True} if name.endswith(" tied") else {}
+    settings |= {"num_global_key_value_heads": 2} if name == "gemma4_text" else {}
     whole, model = (family(name.removesuffix(" tied"), **settings) for _ in range(2))
     plan = next(
         plan
@@ -271,6 +272,7 @@ def refusals_of_tp(rank: int, world: int) -> dict[str, str]:
     with ended(ours, mesh, rank):  # once more, of the same model
         pass
     tried("heads", tiny("llama", num_key_value_heads=1), **here)
+    tried("heads of some layers", family("gemma4_text"), **here)
     tried("chunks", family("llama4_text"), **{**here, "mesh": vl.Mesh(cp=world)})
     sharded = small(0)
     fully_shard(sharded, mesh=devices)

@@ -283,14 +283,22 @@ def _check_divisible(model: Any, parts: DecoderParts, ranks: int) -> None:
             "the head has an adapter or a hook, and tp divides plain heads; merge it, or run the model with tp=1"
         )
     divided = [name for name in model.tp_plan if name.rpartition(".")[2] in ("k_proj", "query_key_value")]
-    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    keys = heads if keys is None else keys
-    if divided and (heads % ranks or keys % ranks):
-        fit = [str(n) for n in range(1, keys + 1) if heads % n == 0 and keys % n == 0]
+    counts = _head_counts(config)
+    if divided and any(count % ranks for both in counts for count in both):
+        fit = [
+            str(n) for n in range(1, max(counts)[1] + 1) if not any(c % n for both in counts for c in both)
+        ]
+        said = " or ".join(f"{heads} query heads and {keys} key heads" for heads, keys in counts)
         raise ModelError(
-            f"tp={ranks} doesn't divide the {heads} query heads and {keys} key heads of this {family} model; tp "
-            f"may be {', '.join(fit)}"
+            f"tp={ranks} doesn't divide the {said} of this {family} model; tp may be {', '.join(fit)}"
         )
+
+
+def _head_counts(config: Any) -> list[tuple[int, int]]:
+    """Return the numbers of query heads and key heads that layers have, each pair once."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    pairs = [(layer.num_attention_heads, getattr(layer, "num_key_value_heads", None)) for layer in layers]
+    return sorted({(heads, heads if keys is None else keys) for heads, keys in pairs})
 
 
 def check_ranks(model: Any, mesh: Mesh) -> None:
