@@ -102,7 +102,7 @@ def test_all_meshes_train_what_one_process_trains(tmp_path, ranks, record_proper
 @pytest.mark.parametrize(
     "names",
     [
-        ["gpt_oss", "apertus", "gemma4_text"],  # experts; an activation that learns; layers of other heads
+        ["gpt_oss", "apertus", "gemma4_text", "llama4_text"],
         pytest.param(
             [*FAMILIES, "llama tied", "gemma2 tied", "gpt_oss tied", "phi tied"], marks=pytest.mark.soak
         ),

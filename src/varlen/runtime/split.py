@@ -227,6 +227,9 @@ def divide_layers(model: Any, devices: DeviceMesh | None) -> list[str]:
         apply_tensor_parallelism(model, devices, {n: how for n, how in styles.items() if how != _PARTIAL})
         if is_tied:
             head.weight = embedding.weight
+        for name, module in model.named_modules():
+            if name.endswith(".shared_expert"):  # Llama 4 adds to its output in place, which must be no view
+                module.register_forward_hook(lambda module, given, output: output.clone())
         names = tuple(name for name, p in model.named_parameters() if isinstance(p, DTensor))
         setattr(model, _MARK, Division(tuple(devices.mesh.tolist()), names))
     return [name for name, _ in model.named_parameters() if name in partial]
