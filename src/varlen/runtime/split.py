@@ -229,7 +229,7 @@ def divide_layers(model: Any, devices: DeviceMesh | None) -> list[str]:
             head.weight = embedding.weight
         for name, module in model.named_modules():
             if name.endswith(".shared_expert"):  # Llama 4 adds to its output in place, which must be no view
-                module.register_forward_hook(lambda module, given, output: output.clone())
+                module.register_forward_hook(lambda *call: call[2].clone())
         names = tuple(name for name, p in model.named_parameters() if isinstance(p, DTensor))
         setattr(model, _MARK, Division(tuple(devices.mesh.tolist()), names))
     return [name for name, _ in model.named_parameters() if name in partial]
