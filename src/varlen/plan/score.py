@@ -32,13 +32,17 @@ _WAITING = 1.25  # an order of the slowest rank's tasks is scored up to this mul
 _USUAL = (
     6  # micro-batches per stage from which a search with a limit begins; fewer where stages are interleaved
 )
-_FEWER = 3  # where those take far too long and documents are few, it begins again from fewer by this factor
+_FEWER = (
+    3  # where those take far too long, it begins again from fewer by this factor, unless documents are many
+)
 _USUAL_ROWS = 2048  # rows of a GPU in each of them, or more
 # With a limit, the search ends if the best count takes at least this multiple of it; the fewer the documents, the
 # farther a usual count may be from the best.
-_FAR, _FAR_OF_FEW, _FAR_OF_VERY_FEW = 1.1, 1.2, 1.5
-_FEW = 1024  # documents times ranks
-_SO_FEW = 256  # up to which it tries all counts, which takes little time
+_FAR_OF_FEW, _FAR, _FAR_OF_MANY = 1.5, 1.2, 1.1
+_FEW, _MANY = (
+    256,
+    1024,
+)  # documents times ranks: up to the first all counts are tried, over the second hardly any
 _PATIENCE = 3  # after so many further numbers without a faster plan, the search ends
 
 
@@ -65,12 +69,12 @@ def best_plan(
     fastest: Candidate | None = None
     best: StepPlan | None = None
     least_s, tried = limit_s, dict[int, float]()
-    is_quick = lengths.size * mesh.dp > _FEW
-    far, counts_limit_s = _FAR if is_quick else _FAR_OF_FEW, limit_s
+    are_many = lengths.size * mesh.dp > _MANY
+    far, counts_limit_s = _FAR_OF_MANY if are_many else _FAR, limit_s
     if are_few(lengths.size, mesh):
-        far, counts_limit_s = _FAR_OF_VERY_FEW, math.inf
-    starts = _starts(counts, lengths, mesh, (1,) if is_quick else (1, _FEWER))
-    patience = 0 if is_quick else _PATIENCE
+        far, counts_limit_s = _FAR_OF_FEW, math.inf
+    starts = _starts(counts, lengths, mesh, (1,) if are_many else (1, _FEWER))
+    patience = 0 if are_many else _PATIENCE
     while (number := _next(tried, len(counts), starts, patience, far * counts_limit_s)) is not None:
         tried[number], is_full = math.inf, False
         for family in families_of(counts[number]):
@@ -99,7 +103,7 @@ def best_plan(
 
 def are_few(num_documents: int, mesh: Mesh) -> bool:
     """Whether a step is so small that everything can be tried."""
-    return num_documents * mesh.dp * mesh.cp <= _SO_FEW
+    return num_documents * mesh.dp * mesh.cp <= _FEW
 
 
 def weights_apart_first(mesh: Mesh) -> bool:
@@ -112,7 +116,7 @@ def weights_apart_first(mesh: Mesh) -> bool:
 
 
 def _starts(counts: tuple[int, ...], lengths: Int32Array, mesh: Mesh, parts: tuple[int, ...]) -> list[int]:
-    """Return the indices of the counts nearest to parts of a usual one."""
+    """Return the indices of the counts that are nearest to a usual count divided by each of `parts`."""
     rows = int(lengths.sum(dtype=np.int64)) / (mesh.dp * mesh.cp)
     # One stage has no pipeline to fill: it takes as few as memory allows.
     usual = min(_USUAL * mesh.pp / mesh.virtual_stages, rows / _USUAL_ROWS) if mesh.num_chunks > 1 else 1
@@ -124,7 +128,7 @@ def _next(
 ) -> int | None:
     """Return the index of the next count to try, given the seconds of those tried; None to end the search.
 
-    With a limit, so many more counts are tried as long as none fits.
+    With a limit, up to `patience` more counts are tried while none fits.
     """
     if limit_s == math.inf:
         number = len(tried)

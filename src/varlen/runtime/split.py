@@ -229,10 +229,15 @@ def divide_layers(model: Any, devices: DeviceMesh | None) -> list[str]:
             head.weight = embedding.weight
         for name, module in model.named_modules():
             if name.endswith(".shared_expert"):  # Llama 4 adds to its output in place, which must be no view
-                module.register_forward_hook(lambda *call: call[2].clone())
+                module.register_forward_hook(_cloned)
         names = tuple(name for name, p in model.named_parameters() if isinstance(p, DTensor))
         setattr(model, _MARK, Division(tuple(devices.mesh.tolist()), names))
     return [name for name, _ in model.named_parameters() if name in partial]
+
+
+def _cloned(_module: nn.Module, _given: Any, output: Any) -> Any:
+    """Return a copy of a module's output; a function by name, so that models with this hook can be pickled."""
+    return output.clone()
 
 
 def _styles(model: Any, ranks: int) -> dict[str, str]:
