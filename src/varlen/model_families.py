@@ -34,7 +34,11 @@ class Family:
 
 RECURRENT = Family(is_recurrent=True)
 
+UNGATED = Family(is_gated=False)
+
 FAMILIES: dict[str, Family] = {
+    "apertus": UNGATED,
+    "arcee": UNGATED,
     "bailing_hybrid": RECURRENT,
     "bamba": Family(is_recurrent=True, boundaries="numbers"),
     "bloom": Family(has_own_attention=True, is_gated=False, is_four_times=True),
@@ -47,10 +51,11 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(is_gated=False, is_four_times=True),
     "gpt_bigcode": Family(is_gated=False, is_four_times=True),
     "gpt_neo": Family(has_own_attention=True, is_gated=False, is_four_times=True),
-    "gpt_neox": Family(is_gated=False),
-    "gpt_neox_japanese": Family(has_own_attention=True),
+    "gpt_neox": UNGATED,
+    "gpt_neox_japanese": Family(has_own_attention=True, is_gated=False),
     "gptj": Family(has_own_attention=True, is_gated=False, is_four_times=True),
     "granitemoehybrid": Family(is_recurrent=True, boundaries="numbers"),
+    "jais2": UNGATED,
     "jamba": RECURRENT,
     "kimi_linear": RECURRENT,
     "lfm2": Family(is_recurrent=True, boundaries="numbers"),
@@ -60,12 +65,14 @@ FAMILIES: dict[str, Family] = {
     "mamba2": RECURRENT,
     "minimax": RECURRENT,
     "mpt": Family(has_own_attention=True, widest="max_seq_len", is_gated=False, is_four_times=True),
+    "nanochat": UNGATED,
     "nemotron": Family(has_own_attention=True, is_gated=False),
     "nemotron_h": Family(is_recurrent=True, boundaries="numbers"),
     "olmo_hybrid": Family(is_recurrent=True, boundaries="ends"),
     "openai-gpt": Family(takes_flat_masks=True),
-    "opt": Family(is_gated=False),
-    "phi": Family(is_gated=False),
+    "opt": UNGATED,
+    "persimmon": UNGATED,
+    "phi": UNGATED,
     "qwen3_5": RECURRENT,
     "qwen3_5_moe": RECURRENT,
     "qwen3_5_moe_text": Family(is_recurrent=True, boundaries="ends"),
@@ -76,7 +83,7 @@ FAMILIES: dict[str, Family] = {
     "reformer": Family(takes_flat_masks=True),
     "rwkv": RECURRENT,
     "stablelm": Family(has_own_attention=True),
-    "starcoder2": Family(is_gated=False),
+    "starcoder2": UNGATED,
     "xglm": Family(has_own_attention=True),
     "xlm": Family(takes_flat_masks=True),
     "xlstm": RECURRENT,

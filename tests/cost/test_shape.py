@@ -6,9 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.tiny_families import FAMILIES
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     DeepseekV3Config,
     GPT2Config,
     GptOssConfig,
@@ -16,6 +20,7 @@ from transformers import (
     MistralConfig,
     Qwen3MoeConfig,
 )
+from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from varlen.cost.hardware import Hardware
 from varlen.cost.memory import HEAD, LOGIT_BYTES, LOGIT_ROWS, NEAR, OWN, activation_bytes, bytes_per_parameter
@@ -32,6 +37,7 @@ from varlen.cost.shape import (
     step_flops,
 )
 from varlen.errors import ModelError, SettingError
+from varlen.model_families import FAMILIES as FACTS
 from varlen.step_plan import Mesh
 
 COUNTS = {
@@ -187,6 +193,46 @@ def test_a_family_without_a_gate_has_two_matrices():
     assert not gpt2.gated
     assert gpt2.ffn == 4 * 768
     assert gpt2.num_parameters == pytest.approx(124_439_808 - 1024 * 768, rel=2e-3)
+
+
+NEEDED = {
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "gemma4_text": {
+        **{"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2},
+        "moe_intermediate_size": 704,
+    },
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+}
+"""What the defaults of a family lack."""
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "ernie4_5_moe", "jais2", "nanochat"])
+def test_a_shape_has_as_many_parameters_as_the_model(name):
+    config = AutoConfig.for_model(name, **NEEDED.get(name, {}))
+    with torch.device("meta"):
+        model = Mistral4ForCausalLM(config) if name == "mistral4" else AutoModelForCausalLM.from_config(config)
+
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    # Some layers of Gemma 4 have wider heads, which the shape doesn't know.
+    assert ModelShape.from_config(config).num_parameters == pytest.approx(
+        counted, rel=0.02 if name == "gemma4_text" else 0.005
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, family in FACTS.items() if family.is_recurrent])
+def test_a_family_that_passes_a_state_is_refused(name):
+    config = LlamaConfig().to_dict() | {"model_type": name}
+
+    with pytest.raises(SettingError, match=f"type '{name}' passes a state from token to token"):
+        ModelShape.from_config(config)
+
+
+def test_embeddings_of_layers_are_refused():
+    config = AutoConfig.for_model("gemma4_text")
+
+    with pytest.raises(SettingError, match=r"an embedding of its own \(hidden_size_per_layer_input=256\)"):
+        ModelShape.from_config(config)
 
 
 def test_the_text_part_of_several_modalities_is_read():

@@ -29,8 +29,8 @@ RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 OUT = Path(sys.argv[2] if len(sys.argv) > 2 else ".")  # imported, as by doctest, it is no job
 WAYS = (("unit", "layers"), ("step", "layers"), ("unit", "parts"), ("unit", "root"))
 MEMORY = {
-    2: (("optimizer", "unit", 1, "none", 512), ("parameters", "step", 1, "full", 512, 4)),
-    4: (("parameters", "unit", 2, "none", 512),),
+    2: (("optimizer", "unit", 1, "none", 256), ("parameters", "step", 1, "full", 256, 4)),
+    4: (("parameters", "unit", 2, "none", 256),),
 }
 SEEDS = (0, 1, 4)
 """Of each mesh one."""
@@ -64,7 +64,7 @@ def plans(*paths: str) -> None:
         "meshes": [pipelines.run_mesh(n, mesh, RANK) for n, mesh in enumerate(MESHES[WORLD])],
         "half": [sharded.run_half(RANK, WORLD)],
         "masters": [sharded.run_masters(RANK, WORLD, *way) for way in sharded.MASTERS],
-        "memory": [sharded.run_memory(RANK, WORLD, *way, scale=2) for way in MEMORY[WORLD]],
+        "memory": [sharded.run_memory(RANK, WORLD, *way) for way in MEMORY[WORLD]],
         "frozen": [sharded.run_frozen(RANK, WORLD)],
         "evaluating": [pipelines.run_evaluating(RANK, WORLD)],
     }

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.support.distances import furthest, whole_of
 from tests.support.pipelines import alone, batch_of, compare, plan_of, replicas_of, runnable, shard, small
+from tests.support.products import wide_products
 from tests.support.sliced import tiny
 from tests.support.step_plans import plan_of as shared_plan_of
 from tests.support.tiny_families import Wide
@@ -172,8 +173,10 @@ def tied_apart(rank: int, world: int) -> str:
     return str(refused.value)
 
 
-SIZES_OF_MEMORY = {"hidden_size": 256, "head_dim": 32, "intermediate_size": 896}
-COUNTS_OF_MEMORY = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 8}
+SIZES_OF_MEMORY = {
+    **{"hidden_size": 128, "head_dim": 16, "intermediate_size": 448, "num_hidden_layers": 8},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2},
+}
 
 
 def shared_by_all(length: int, slices: int, mesh: vl.Mesh, recompute: Any) -> vl.StepPlan:
@@ -197,18 +200,15 @@ def run_memory(
     recompute: Any,
     vocab: int,
     slices: int = 0,
-    scale: int = 1,
 ) -> dict[str, Any]:
     """The most bytes alive on each rank, parameters and an optimizer's states among them, and what is predicted.
 
-    Weights, activations and attention scores all shrink by the square of `scale`, so that their shares stay. With
-    slices, ranks share one document, of so many; without, each has whole ones.
+    With slices, ranks share one document, of so many; without, each has whole ones.
     """
     mesh, is_sharded = vl.Mesh(dp=world // pp, pp=pp, sharding=sharding), sharding == "parameters"
-    with TrackedBytes() as meter:
+    with wide_products(), TrackedBytes() as meter:
         dtype = torch.float32 if is_sharded else torch.bfloat16
-        sizes = {name: size // scale for name, size in SIZES_OF_MEMORY.items()}
-        model = tiny("llama", dtype, vocab_size=vocab // scale, **sizes, **COUNTS_OF_MEMORY)
+        model = tiny("llama", dtype, vocab_size=vocab, **SIZES_OF_MEMORY)
         cost = vl.CostModel(
             model=vl.ModelShape.from_config(model.config),
             hardware=vl.Hardware.named("h100"),
@@ -217,7 +217,7 @@ def run_memory(
             states="float32" if is_sharded else "masters",
             gathered=gathered,
         )
-        length = 900 // scale
+        length = 450
         plan = (
             shared_by_all(length * mesh.dp, slices, mesh, recompute)
             if slices

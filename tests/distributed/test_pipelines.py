@@ -85,7 +85,7 @@ def test_meshes_of_cp_and_tp_train_what_one_process_trains(two, four):
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_meshes_train_what_one_process_trains(tmp_path, ranks, record_property):
-    as_ranks(JOB, "meshes", tmp_path, 0, 8, ranks=ranks, libraries=LIBRARIES)
+    as_ranks(JOB, "meshes", tmp_path, 0, 4, ranks=ranks, libraries=LIBRARIES)
 
     found = [json.loads((tmp_path / f"{rank}.json").read_text())["meshes"] for rank in range(ranks)]
     by_mesh: dict[str, list[dict[str, Any]]] = {}
@@ -179,7 +179,7 @@ def test_shards_of_what_tp_ranks_divide_train_what_one_process_trains(four):
 
 @pytest.mark.soak
 def test_shards_of_what_tp_ranks_divide_train_what_one_process_trains_in_all_ways(tmp_path):
-    as_ranks(JOB, "tp_sharded", tmp_path, 0, 4, ranks=4, libraries=LIBRARIES)
+    as_ranks(JOB, "tp_sharded", tmp_path, 0, 2, ranks=4, libraries=LIBRARIES)
 
     for rank in range(4):
         assert_divided_twice(json.loads((tmp_path / f"{rank}.json").read_text()))
@@ -203,9 +203,8 @@ SHARDINGS = [("none", "unit"), ("optimizer", "unit"), ("parameters", "unit"), ("
 @pytest.mark.parametrize(("ranks", "pp"), [(2, 1), (4, 1), (4, 2)])
 def test_peaks_of_memory_are_predicted_in_all_ways(tmp_path, ranks, pp, sharding, slices):
     ways = [
-        (*sharding, pp, recompute, vocab, slices)
-        for recompute in ("none", "selective", "full")
-        for vocab in (512, 4000)
+        (*sharding, pp, recompute, (256, 2000)[(number + slices) % 2], slices)
+        for number, recompute in enumerate(("none", "selective", "full"))
     ]
     as_ranks(JOB, "memory", tmp_path, json.dumps(ways), ranks=ranks, libraries=LIBRARIES)
     for rank in range(ranks):

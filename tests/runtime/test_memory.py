@@ -4,6 +4,7 @@ import copy
 import queue
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise, product
@@ -19,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.runtime.side_by_side import PATIENCE_S, Table, ThreadPeers, in_threads, plan_of
 from tests.support.distances import assert_same
+from tests.support.products import wide_products
 from tests.support.rarely import mostly
 from tests.support.sliced import Slice, take_gradients, tiny, tokens_of, uncut, with_gradients
 from tests.support.sliced import one_gpu_plan as plan_of_slices
@@ -50,6 +52,12 @@ COPIES = (
     torch.ops.aten.cat.default,
     torch.ops.aten._to_copy.default,
 )
+
+
+@pytest.fixture(autouse=True)
+def _wide_products() -> Iterator[None]:
+    with wide_products():
+        yield
 
 
 class CopiedBytes(TorchDispatchMode):

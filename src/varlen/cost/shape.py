@@ -344,7 +344,9 @@ _NAMES: Final = {
 _KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads")
 _WIDTHS: Final = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
-_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN: Final = ("num_experts_per_tok", "experts_per_token", "top_k_experts", "moe_k")
+_SHARED_EXPERTS: Final = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _WINDOWED: Final = ("sliding_attention", "chunked_attention")
 
 
@@ -417,7 +419,17 @@ def _width(given: Mapping[str, Any], hidden: int | None) -> Any:
 
 
 def _check_layers(given: Mapping[str, Any], kind: str) -> None:
-    """Refuse layers that mix tokens by other means than attention."""
+    """Refuse layers that mix tokens by other means than attention, and embeddings of their own."""
+    if FAMILIES.get(str(kind), UNKNOWN).is_recurrent:
+        raise SettingError(
+            f"a model of type {kind!r} passes a state from token to token; the cost model knows attention only, and "
+            "slices of such layers can't be priced by their keys"
+        )
+    if given.get("hidden_size_per_layer_input"):
+        raise SettingError(
+            f"each layer of this model of type {kind!r} has an embedding of its own (hidden_size_per_layer_input="
+            f"{given['hidden_size_per_layer_input']}), which neither the cost model nor slices know"
+        )
     known = (*_WINDOWED, "full_attention", "attention")
     others = [layer for layer in given.get("layer_types") or () if layer not in known]
     if others:
@@ -467,13 +479,17 @@ def _mixture(given: Mapping[str, Any], layers: int, kind: str) -> dict[str, int]
     if not experts:
         return {}
     width = _first(given, ("moe_intermediate_size", "intermediate_size"))
-    shared = given.get("shared_expert_intermediate_size") or (given.get("n_shared_experts") or 0) * width
+    shared = given.get("shared_expert_intermediate_size") or (_first(given, _SHARED_EXPERTS) or 0) * width
+    # Neither has a setting for it: Llama 4's shared expert is as wide as the others, Gemma 4's is its dense part.
+    if kind.startswith("llama4"):
+        shared = width
+    elif kind.startswith("gemma4"):
+        shared = given["intermediate_size"]
     return {
         "experts": experts,
-        "experts_per_token": _first(given, ("num_experts_per_tok", "experts_per_token")) or 0,
+        "experts_per_token": _first(given, _EXPERTS_PER_TOKEN) or 0,
         "expert_ffn": width,
-        # Llama 4 has one shared expert, as wide as the others, but no setting for it.
-        "shared_ffn": width if kind.startswith("llama4") else shared,
+        "shared_ffn": shared,
         "dense_layers": _dense_layers(given, layers),
     }
 
@@ -486,7 +502,7 @@ def _dense_layers(given: Mapping[str, Any], layers: int) -> int:
     sparse = given.get("moe_layers")
     if sparse is not None:
         return layers - len(sparse)
-    first = given.get("first_k_dense_replace")
+    first = _first(given, ("first_k_dense_replace", "moe_layer_start_index"))
     if first is not None:
         return min(int(first), layers)
     step = int(_first(given, ("decoder_sparse_step", "interleave_moe_layer_step")) or 1)

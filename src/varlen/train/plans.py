@@ -151,10 +151,17 @@ def plans_of(
         )
     if plan.is_even and ranks.world_size == 1:
         return _even_slices(plan)
+    model = bare_model(config)
     if mesh.cp > 1 or mesh.tp > 1:  # what the engine would say after planning
-        check_ranks(bare_model(config), mesh)
+        check_ranks(model, mesh)
     shape = ModelShape.from_config(config)
     check_mesh(shape, mesh)
+    num_parameters = sum(each.numel() for each in model.parameters())
+    if abs(shape.num_parameters - num_parameters) > _MOST_UNKNOWN * num_parameters:
+        note(
+            f"plans count {shape.num_parameters:,} parameters, and this {shape.name} model has {num_parameters:,}: "
+            "predicted times and memory are as far off"
+        )
     cost = _cost_of(settings, plan, shape, mesh, ranks, note) if ranks.is_first else None
     method = plan.method or "micropack"
     words = f'"{method}" on dp {mesh.dp} x pp {mesh.pp}'
