@@ -196,7 +196,7 @@ def test_a_family_without_a_gate_has_two_matrices():
 
 
 NEEDED = {
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma4_text": {
         **{"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2},
         "moe_intermediate_size": 704,
@@ -211,7 +211,9 @@ NEEDED = {
 def test_a_shape_has_as_many_parameters_as_the_model(name):
     config = AutoConfig.for_model(name, **NEEDED.get(name, {}))
     with torch.device("meta"):
-        model = Mistral4ForCausalLM(config) if name == "mistral4" else AutoModelForCausalLM.from_config(config)
+        model = (
+            Mistral4ForCausalLM(config) if name == "mistral4" else AutoModelForCausalLM.from_config(config)
+        )
 
     counted = sum(parameter.numel() for parameter in model.parameters())
     # Some layers of Gemma 4 have wider heads, which the shape doesn't know.

@@ -11,6 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 from varlen.runtime.main_grads import gradient, is_narrow
 from varlen.step_plan import BACKWARD, FORWARD, Mesh, MicroPacks, StepPlan
 
+# Memory that nobody has written is NaN, and not what the last tensor there held, which may be right.
+torch.use_deterministic_algorithms(True)
+
 Slice = tuple[int, int, int]
 """Document, start, stop."""
 SIZES = {

@@ -1,6 +1,7 @@
 """Runs with `[plan]` in one process: the loss curve of whole packs, exact resume, and what plans keep in memory."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from tests.support.training import (
 
 import varlen as vl
 from varlen.errors import ModelError, PlanError, SettingError
+from varlen.model_families import FAMILIES
 from varlen.plan.planner import Planner
 from varlen.plan.serialize import plan_fingerprint
 from varlen.runtime.clock import bytes_meter
@@ -379,6 +381,19 @@ def test_a_model_that_ranks_cannot_share_is_refused_before_anything_is_measured(
 
     assert str(early.value) == str(late.value)
     assert not said
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_parameters_that_plans_do_not_count_are_said(store, hardware, tmp_path, monkeypatch, is_known):
+    config, said = tiny("gpt_neox", hidden_size=128, intermediate_size=512, num_key_value_heads=4).config, []
+    if not is_known:
+        monkeypatch.delitem(FAMILIES, "gpt_neox")  # whose feed-forward part has two matrices, not three
+
+    pricing.plans_of(planned(store, tmp_path / "run", priced(hardware)), config, Ranks(), said.append)
+
+    words = r"plans count [\d,]+ parameters, and this gpt_neox model has [\d,]+: predicted times and memory are as"
+    found = [sentence for sentence in said if re.match(words, sentence)]
+    assert len(found) == (not is_known), said
 
 
 def test_parameters_of_one_mesh_are_updated_together():

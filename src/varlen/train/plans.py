@@ -42,6 +42,8 @@ from varlen.train.step import Gradients, Part
 STATE: Final = "plans.json"
 """File in the run's folder that says how the last steps were planned. It is written after every step, so that steps
 after the newest checkpoint, which are run again, get the same plans."""
+_MOST_UNKNOWN: Final = 0.05
+"""Share of a model's parameters that its shape may lack, or count in excess, without a note."""
 
 
 class RunPlans:

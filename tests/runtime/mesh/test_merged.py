@@ -183,6 +183,16 @@ def two_slices(**settings: Any) -> StepPlan:
     return shared_by_two([(0, 20), (20, 40)], **settings)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_slice_that_follows_another_in_its_micropack_is_not_gathered_before_that_has_run(recompute):
+    forward: list[list[Slice]] = [[(0, 0, 10)], [(0, 10, 14), (0, 14, 28)]]
+    backward: list[list[Slice]] = [[(0, 14, 28), (0, 10, 14)], [(0, 0, 10)]]
+    plan = plan_of([28], [(0, 2)], [forward] * 2, [backward] * 2, recompute=recompute)
+
+    assert gathered_ahead(plan) == {(FORWARD, 0, 0), (BACKWARD, 0, 14), (BACKWARD, 0, 0)}
+    check(tiny("llama", num_hidden_layers=3), plan)
+
+
 def test_slices_of_fewer_tokens_than_chunks_leave_ranks_without_rows():
     tokens = [(token, token + 1) for token in range(7)]
     forward: list[list[Slice]] = [[(0, a, b)] for a, b in [*tokens, (7, 9), (9, 20)]]

@@ -198,11 +198,14 @@ def gathered_ahead(plan: StepPlan) -> set[tuple[int, int, int]]:
 
     All ranks find the same. A MicroPack has at most one, so that the keys and values of one slice in one layer are
     what gathering ahead takes: the longest shared one, which ends within `AHEAD_TOKENS`, if the others end before
-    half of it on every rank.
+    half of it on every rank. In the forward pass, a slice that follows another one of its document is none: the
+    tokens before it aren't known before its MicroPack has run the layer.
     """
     found = set()
     for kind, packs in ((FORWARD, plan.forward), (BACKWARD, plan.backward)):
         shared, is_ahead = _ahead_on_ranks(packs, plan.num_ranks[packs.document_ids] > 1)
+        if kind == FORWARD:
+            is_ahead &= ~_follows(packs)[shared]
         keys = list(zip(packs.document_ids[shared].tolist(), packs.starts[shared].tolist()))
         elsewhere = {key for key, is_here in zip(keys, is_ahead.tolist()) if not is_here}
         found |= {(kind, *key) for key in set(keys) - elsewhere}
@@ -219,6 +222,15 @@ def _ahead_on_ranks(
     np.maximum.at(longest, pack, stops)
     near = np.bincount(pack, 2 * stops > longest[pack], minlength=packs.num_micropacks)
     return shared, (stops == longest[pack]) & (near[pack] == 1) & (stops <= AHEAD_TOKENS)
+
+
+def _follows(packs: MicroPacks) -> npt.NDArray[np.bool_]:
+    """Return which slices follow another one of their document in the same MicroPack."""
+    order = np.lexsort((packs.starts, packs.document_ids, packs.micropack_of_slice))
+    keys = np.stack([packs.micropack_of_slice, packs.document_ids])[:, order]
+    follows = np.zeros(len(order), np.bool_)
+    follows[order[1:]] = (keys[:, 1:] == keys[:, :-1]).all(0)
+    return follows
 
 
 def own_tokens(key: SliceKey, shared: Mapping[int, SharedDocument]) -> SliceKey:
