@@ -31,7 +31,8 @@ class Part:
 
     title: str
     tests: int
-    failed: int
+    failed: list[str]
+    """By name."""
     skipped: int
     seconds: float
     slowest: list[tuple[str, float]]
@@ -61,7 +62,11 @@ def run_part(title: str, marker: str, examples: int, scratch: Path, seconds: flo
     return Part(
         title=title,
         tests=len(cases),
-        failed=sum(case.find("failure") is not None or case.find("error") is not None for case in cases),
+        failed=[
+            f"{case.get('classname')}.{case.get('name')}"
+            for case in cases
+            if case.find("failure") is not None or case.find("error") is not None
+        ],
         skipped=sum(case.find("skipped") is not None for case in cases),
         seconds=time.monotonic() - begun,
         slowest=sorted(times, key=lambda timed: -timed[1])[:5],
@@ -100,8 +105,10 @@ def summary(parts: list[Part]) -> str:
     ]
     for part in parts:
         result = {0: "passed", OUT_OF_TIME: "out of time"}.get(part.exit_code, f"failed ({part.exit_code})")
-        counts = f"{part.tests:,} | {part.failed:,} | {part.skipped:,} | {part.seconds / 60:.1f}"
+        counts = f"{part.tests:,} | {len(part.failed):,} | {part.skipped:,} | {part.seconds / 60:.1f}"
         lines.append(f"| {part.title} | {counts} | {result} |")
+    if failed := [name for part in parts for name in part.failed]:
+        lines += ["", "Failed:", "", *(f"- {name}" for name in failed)]
     lines += ["", "The slowest tests:", ""]
     lines += [f"- {name}: {seconds:,.0f} s" for part in parts for name, seconds in part.slowest]
     return "\n".join([*lines, *of_meshes([row for part in parts for row in part.meshes])]) + "\n"

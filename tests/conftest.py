@@ -57,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(_FIRST))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print failures of the soak at once: it may be out of time before pytest does."""
+    if IS_SOAK and report.failed:
+        print(f"\n{report.nodeid} failed in its {report.when}\n{report.longreprtext[-3000:]}", flush=True)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The checkout."""
