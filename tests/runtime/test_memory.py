@@ -525,7 +525,7 @@ def test_ranks_that_share_a_document_hold_what_is_predicted(name, recompute, sav
 
 
 @pytest.mark.parametrize(("ranks", "count"), mostly([(2, 5)], [(2, 1), (2, 5), (4, 2)]))
-@pytest.mark.parametrize("name", mostly(["wide"], MODELS))
+@pytest.mark.parametrize("name", mostly(["GQA"], MODELS))
 @MOST_AND_LEAST
 def test_gpus_of_context_parallelism_hold_what_is_predicted(name, recompute, saved, offload, ranks, count):
     cuts = [[(0, *each)] for each in pairwise(range(0, 1601, 1600 // count))] + [[(1, 0, 320)]]
