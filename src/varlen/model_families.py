@@ -33,7 +33,6 @@ class Family:
 
 
 RECURRENT = Family(is_recurrent=True)
-
 UNGATED = Family(is_gated=False)
 
 FAMILIES: dict[str, Family] = {

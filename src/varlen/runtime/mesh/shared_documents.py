@@ -205,7 +205,7 @@ def gathered_ahead(plan: StepPlan) -> set[tuple[int, int, int]]:
     for kind, packs in ((FORWARD, plan.forward), (BACKWARD, plan.backward)):
         shared, is_ahead = _ahead_on_ranks(packs, plan.num_ranks[packs.document_ids] > 1)
         if kind == FORWARD:
-            is_ahead &= ~_follows(packs)[shared]
+            is_ahead &= ~_follows(packs, shared)
         keys = list(zip(packs.document_ids[shared].tolist(), packs.starts[shared].tolist()))
         elsewhere = {key for key, is_here in zip(keys, is_ahead.tolist()) if not is_here}
         found |= {(kind, *key) for key in set(keys) - elsewhere}
@@ -224,13 +224,13 @@ def _ahead_on_ranks(
     return shared, (stops == longest[pack]) & (near[pack] == 1) & (stops <= AHEAD_TOKENS)
 
 
-def _follows(packs: MicroPacks) -> npt.NDArray[np.bool_]:
-    """Return which slices follow another one of their document in the same MicroPack."""
-    order = np.lexsort((packs.starts, packs.document_ids, packs.micropack_of_slice))
-    keys = np.stack([packs.micropack_of_slice, packs.document_ids])[:, order]
-    follows = np.zeros(len(order), np.bool_)
-    follows[order[1:]] = (keys[:, 1:] == keys[:, :-1]).all(0)
-    return follows
+def _follows(packs: MicroPacks, slices: IntArray) -> npt.NDArray[np.bool_]:
+    """Return which of some slices follow another one of their document in the same MicroPack."""
+    keys = np.stack([packs.micropack_of_slice[slices], packs.document_ids[slices], packs.starts[slices]])
+    order = np.lexsort(keys[::-1])
+    found = np.zeros(len(slices), np.bool_)
+    found[order[1:]] = (keys[:2, order[1:]] == keys[:2, order[:-1]]).all(0)
+    return found
 
 
 def own_tokens(key: SliceKey, shared: Mapping[int, SharedDocument]) -> SliceKey:
