@@ -237,6 +237,13 @@ def test_a_family_that_passes_a_state_is_refused(name):
         ModelShape.from_config(config)
 
 
+def test_experts_of_which_tokens_have_sets_of_their_own_are_refused():
+    config = LlamaConfig().to_dict() | {"moe_num_experts": [64, 32], "moe_intermediate_size": [1536, 512]}
+
+    with pytest.raises(SettingError, match="has 64 and 32 experts for different tokens"):
+        ModelShape.from_config(config)
+
+
 def test_embeddings_of_layers_are_refused():
     config = AutoConfig.for_model("gemma4_text")
 

@@ -478,7 +478,12 @@ def _mixture(given: Mapping[str, Any], layers: int, kind: str) -> dict[str, int]
     experts = _first(given, _EXPERTS) or 0
     if not experts:
         return {}
-    width = _first(given, ("moe_intermediate_size", "intermediate_size"))
+    width = _first(given, ("moe_intermediate_size", "intermediate_size")) or 0
+    if isinstance(experts, list):
+        raise SettingError(
+            f"a model of type {kind!r} has {' and '.join(map(str, experts))} experts for different tokens; the cost "
+            "model knows one set of experts"
+        )
     shared = given.get("shared_expert_intermediate_size") or (_first(given, _SHARED_EXPERTS) or 0) * width
     # Neither has a setting for it: Llama 4's shared expert is as wide as the others, Gemma 4's is its dense part.
     if kind.startswith("llama4"):
