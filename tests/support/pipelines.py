@@ -446,7 +446,11 @@ def struck(rank: int, world: int, how: str, strikes: Callable[[], Any]) -> dict[
     own = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
     if is_sharded:
         shard(model, mesh)
-    engine = vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=3 if "stuck" in how else 300)
+    # All ranks load and compile what a step needs, which the deadline below doesn't allow for.
+    first = vl.SliceEngine(model, mesh=mesh, rank=rank)
+    first.step(batch_of(plan), plan)
+    first.close()
+    engine = vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=8 if "stuck" in how else 300)
     if rank == 1:
         calls = itertools.count()
         own[0].mlp.register_forward_pre_hook(lambda *_: strikes() if next(calls) == 2 else None)
