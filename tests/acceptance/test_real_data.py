@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from tests.support.listed_files import REAL_TEXTS
+from tests.support.rarely import mostly
 
 from varlen.cli import app as app_module
 
@@ -72,7 +73,7 @@ def check(verb: Verb, paths: list[Path], folder: Path) -> None:
         assert looked_at.get("targets") in (None, manifest["num_targets"])
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", mostly(EVERY[::2], EVERY))
 def test_every_real_file_is_inspected_and_packed_to_the_last_token(name, data, tmp_path, verb):
     check(verb, [data / name], tmp_path)
 
@@ -80,7 +81,7 @@ def test_every_real_file_is_inspected_and_packed_to_the_last_token(name, data, t
 @pytest.mark.parametrize(
     "names",
     [
-        EVERY[:3],
+        pytest.param(EVERY[:3], marks=pytest.mark.soak),
         pytest.param(EVERY[2:8], marks=pytest.mark.soak),
         [EVERY[0], EVERY[9]],
         pytest.param(EVERY[8:], marks=pytest.mark.soak),

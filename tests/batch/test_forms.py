@@ -104,7 +104,10 @@ FORMS: dict[str, Form] = {
     "Arrow one chunk": lambda documents: pa.chunked_array([pa.array(documents, type=pa.list_(pa.int32()))]),
     "Arrow column of a table": lambda documents: pa.table({"ids": documents})["ids"],
 }
-COMPILED_ANEW = {"flat uint32", "flat int16", "flat uint64", "flat with offsets of uint64"}
+COMPILED_ANEW = {
+    *("flat uint32", "flat int16", "flat uint64", "flat uint16", "flat with offsets of uint64"),
+    *("Arrow list of uint16", "read-only"),
+}
 """Of dtypes that no other test has: a kernel takes longer to compile than to fill all batches."""
 
 

@@ -239,12 +239,11 @@ def run_memory(
     return {"said": said.tolist(), "found": stats.peaks_bytes.tolist()}
 
 
-MASTERS = [
-    ("optimizer", torch.float64, 1),
-    ("optimizer", torch.float64, 2),
-    ("none", torch.float64, 1),
-    ("optimizer", torch.bfloat16, 1),
-]
+MASTERS = {
+    2: [("optimizer", torch.float64, 1), ("none", torch.float64, 1), ("optimizer", torch.bfloat16, 1)],
+    4: [("optimizer", torch.float64, 2)],
+}
+"""By the number of processes: sharding, dtype, cp."""
 
 
 def run_masters(rank: int, world: int, sharding: Any, dtype: torch.dtype, cp: int) -> dict[str, float]:

@@ -521,6 +521,7 @@ def test_without_ray_the_command_that_installs_it_is_named(monkeypatch):
 
 
 @pytest.mark.skipif(not HAS_RAY, reason="ray isn't installed here")
+@pytest.mark.soak
 def test_a_cluster_that_is_not_there_is_bad_input(tmp_path):
     write_texts(tmp_path / "a.jsonl")
     command = [sys.executable, "-m", "varlen", "pack", "a.jsonl", "-o", "out", "--ray"]

@@ -46,7 +46,7 @@ def made(home, names, run, turns):
 
 
 @pytest.mark.parametrize("is_grown", [False, True])
-@examples(120)
+@examples(30, 120)
 @given(turns=TURNS)
 def test_of_two_runs_that_index_one_store_one_makes_it(home, is_grown, turns):
     def run(source):
@@ -72,7 +72,7 @@ def test_a_folder_that_is_marked_and_filled_during_the_look_counts_as_marked(tmp
     assert found == [True, None]
 
 
-@examples(120)
+@examples(30, 120)
 @given(turns=TURNS)
 def test_of_two_runs_that_pack_one_set_one_makes_it(home, turns):
     def run(source):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.oracles import plan_groups as reference_groups
+from tests.support.rarely import examples
 
 from varlen.plan import kernels_groups
 from varlen.plan.baselines.dynamic_cp import by_need, by_speed, divisions, dynamic_cp_candidates, seated
@@ -87,7 +88,7 @@ def _check_turns(candidate: Candidate) -> None:
 Step = tuple[np.ndarray, np.ndarray, Mesh]
 
 
-@settings(max_examples=20)
+@examples(6)
 @given(steps(), st.integers(500, 20_000))
 def test_shared_documents_stand_on_each_of_their_ranks_in_one_order(step, capacity):
     lengths, work, mesh = step

@@ -353,7 +353,7 @@ def step_of(seed: int, method: PlanMethod) -> tuple[np.ndarray, vl.CostModel, vl
 
 @pytest.mark.parametrize("method", get_args(PlanMethod))
 def test_a_plan_and_its_seconds_are_the_same_without_kernels(method, plain_python):
-    for seed in range(5) if IS_SOAK else (0, 3):
+    for seed in range(5) if IS_SOAK else (3,):
         lengths, cost, mesh = step_of(seed, method)
         found = []
         for is_plain in (False, True):

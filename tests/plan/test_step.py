@@ -349,7 +349,9 @@ def number(pattern: str, text: str) -> int:
     return int(found[1].replace(",", ""))
 
 
-@pytest.mark.parametrize(("method", "mesh", "longest", "ranks"), mostly([*CASES[:2], *CASES[3:]], CASES))
+@pytest.mark.parametrize(
+    ("method", "mesh", "longest", "ranks"), mostly([CASES[1], CASES[3], CASES[5], CASES[6]], CASES)
+)
 def test_a_document_of_the_length_that_would_fit_does_and_a_longer_one_does_not(method, mesh, longest, ranks):
     asked: dict[str, Any] = {"cost": long_cost_of(), "mesh": mesh, "method": method}
 
@@ -434,9 +436,11 @@ def test_a_document_that_some_plan_holds_is_never_left_out_unseen(kernels, kv_he
 CONTEXT = [(2, 2, 2), (1, 3, 4), (2, 4, 1)]
 
 
-@pytest.mark.parametrize(("dp", "pp", "cp"), CONTEXT)
+@pytest.mark.parametrize(("dp", "pp", "cp"), mostly(CONTEXT[:2], CONTEXT))
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "parameters"])
-@pytest.mark.parametrize(("virtual_stages", "kernels"), [(1, "fused"), (2, "fused"), (1, "eager")])
+@pytest.mark.parametrize(
+    ("virtual_stages", "kernels"), mostly([(2, "fused")], [(1, "fused"), (2, "fused"), (1, "eager")])
+)
 def test_ranks_that_share_all_documents_are_those_of_a_mesh_with_context_parallelism(
     dp, pp, cp, sharding, virtual_stages, kernels
 ):
@@ -478,9 +482,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("documents", "mesh", "settings"), mostly([STEPS[1], STEPS[2], STEPS[4], STEPS[6]], STEPS)
-)
+@pytest.mark.parametrize(("documents", "mesh", "settings"), mostly([STEPS[1], STEPS[4]], STEPS))
 def test_the_planner_is_no_slower_than_what_it_contains_at_any_context_parallelism(documents, mesh, settings):
     assert_no_slower(LENGTHS[documents], mesh, cost_of(**settings))
 

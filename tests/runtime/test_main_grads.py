@@ -39,7 +39,7 @@ def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> flo
 
 @pytest.mark.parametrize(
     ("dtype", "settings"),
-    mostly([(torch.bfloat16, {}), (torch.float16, TIED)], itertools.product(HALVES, ({}, TIED))),
+    mostly([(torch.bfloat16, TIED)], itertools.product(HALVES, ({}, TIED))),
 )
 def test_the_number_of_micropacks_does_not_change_gradients(dtype, settings):
     model, batch = tiny("llama", dtype, **settings), batch_of()
@@ -50,7 +50,7 @@ def test_the_number_of_micropacks_does_not_change_gradients(dtype, settings):
     assert max(errors) < 1.25 * errors[0]
 
 
-@pytest.mark.parametrize("seat", [{}, {"mesh": vl.Mesh(), "rank": 0}])
+@pytest.mark.parametrize("seat", mostly([{}], [{}, {"mesh": vl.Mesh(), "rank": 0}]))
 def test_gradients_of_long_steps_do_not_underflow_in_float16(seat):
     # The mean over 16,384 targets has gradients of 1e-8, below what float16 holds.
     model, batch = tiny("llama", torch.float16), batch_of([64] * 256)
