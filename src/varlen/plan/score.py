@@ -39,10 +39,8 @@ _USUAL_ROWS = 2048  # rows of a GPU in each of them, or more
 # With a limit, the search ends if the best count takes at least this multiple of it; the fewer the documents, the
 # farther a usual count may be from the best.
 _FAR_OF_FEW, _FAR, _FAR_OF_MANY = 1.5, 1.2, 1.1
-_FEW, _MANY = (
-    256,
-    1024,
-)  # documents times ranks: up to the first all counts are tried, over the second hardly any
+# Documents times ranks: up to the first number all counts are tried, over the second hardly any.
+_FEW, _MANY = 256, 1024
 _PATIENCE = 3  # after so many further numbers without a faster plan, the search ends
 
 
