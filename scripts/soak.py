@@ -45,8 +45,8 @@ def run_part(title: str, marker: str, examples: int, scratch: Path, seconds: flo
     """Run one part within so many seconds, and read back what pytest says about it."""
     report = scratch / "soak.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-m", marker, "-n", "2", f"--junitxml={report}"]
-    command += ["-o", f"cache_dir={scratch / '.pytest_cache'}"]
+    command = [sys.executable, "-m", "pytest", "-m", marker, "-n", "2", "--dist", "worksteal"]
+    command += [f"--junitxml={report}", "-o", f"cache_dir={scratch / '.pytest_cache'}"]
     variables = os.environ | {"VARLEN_HYPOTHESIS": "soak", "VARLEN_SOAK_EXAMPLES": str(examples)}
     begun = time.monotonic()
     try:
@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument(
         "--scratch", type=Path, default=ROOT, help="a folder for caches and the summary's copy"
     )
-    parser.add_argument("--examples", type=int, default=1000, help="examples a property, in the first part")
+    parser.add_argument("--examples", type=int, default=500, help="examples a property, in the first part")
     arguments = parser.parse_args()
     begun = time.monotonic()
     random = f"property tests, {arguments.examples:,} random examples each"

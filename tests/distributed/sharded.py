@@ -4,6 +4,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from varlen.errors import ModelError, SettingError
 from varlen.runtime.clock import TrackedBytes
 from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.main_grads import local
+from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.fsdp import Shards
 from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.split import Elsewhere, cut_to_stage, devices_of, divide_layers
@@ -206,7 +208,9 @@ def run_memory(
     With slices, ranks share one document, of so many; without, each has whole ones.
     """
     mesh, is_sharded = vl.Mesh(dp=world // pp, pp=pp, sharding=sharding), sharding == "parameters"
-    with wide_products(), TrackedBytes() as meter:
+    # Gradients of matrices are messages of their own, as those of larger models are.
+    alone = patch.object(gradients, "ALONE_BYTES", 1 << 12)
+    with alone, wide_products(), TrackedBytes() as meter:
         dtype = torch.float32 if is_sharded else torch.bfloat16
         model = tiny("llama", dtype, vocab_size=vocab, **SIZES_OF_MEMORY)
         cost = vl.CostModel(

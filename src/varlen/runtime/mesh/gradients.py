@@ -21,7 +21,7 @@ from varlen.runtime.mesh.shared_documents import ProcessPeers
 BUCKET_BYTES = 25 << 20  # bytes of gradients in one message: enough for the full rate of a link
 ALONE_BYTES = (
     1 << 18
-)  # bytes from which a gradient that ranks divide is a message by itself, which needs no copy
+)  # a gradient that ranks divide is a message by itself from so many on, which needs no copy
 UNDER_WAY = 2  # sums of rows that go on while the next gradients are computed
 
 
