@@ -25,7 +25,9 @@ _BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
 GRACE_S = 8.0  # seconds within which a live process leaves a note after the group broke
 _WAITS, _LOST = "waits", "lost "
 _ALL = -1  # instead of a rank: waits for all, in a collective
-_SLOW = "no process is known to have failed, and all others wait: one was slower than deadline_s, or the network failed"
+_SLOW = (
+    "no process is known to have failed, and all wait: one was slower than deadline_s, or the network failed"
+)
 _MOST_CHARACTERS = 500  # longest note; an error's message may hold a whole traceback
 
 
