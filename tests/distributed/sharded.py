@@ -4,7 +4,6 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -208,9 +207,9 @@ def run_memory(
     With slices, ranks share one document, of so many; without, each has whole ones.
     """
     mesh, is_sharded = vl.Mesh(dp=world // pp, pp=pp, sharding=sharding), sharding == "parameters"
-    # Gradients of matrices are messages of their own, as those of larger models are.
-    alone = patch.object(gradients, "ALONE_BYTES", 1 << 12)
-    with alone, wide_products(), TrackedBytes() as meter:
+    with pytest.MonkeyPatch.context() as patched, wide_products(), TrackedBytes() as meter:
+        # Gradients of matrices are messages of their own, as those of larger models are.
+        patched.setattr(gradients, "ALONE_BYTES", 1 << 12)
         dtype = torch.float32 if is_sharded else torch.bfloat16
         model = tiny("llama", dtype, vocab_size=vocab, **SIZES_OF_MEMORY)
         cost = vl.CostModel(
