@@ -108,7 +108,7 @@ COMPILED_ANEW = {
     *("flat uint32", "flat int16", "flat uint64", "flat uint16", "flat with offsets of uint64"),
     *("Arrow list of uint16", "read-only"),
 }
-"""Of dtypes that no other test has: a kernel takes longer to compile than to fill all batches."""
+"""Forms for which kernels are compiled anew, which takes longer than to fill all batches."""
 
 
 @pytest.mark.parametrize("name", mostly(set(FORMS) - COMPILED_ANEW, FORMS))

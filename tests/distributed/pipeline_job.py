@@ -28,7 +28,10 @@ import varlen as vl
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 OUT = Path(sys.argv[2] if len(sys.argv) > 2 else ".")  # imported, as by doctest, it is no job
 WAYS = (("unit", "layers"), ("step", "layers"), ("unit", "parts"), ("unit", "root"))
-MEMORY = (("optimizer", "unit", 1, "none", 256), ("parameters", "step", 1, "full", 256, 4))
+MEMORY = {
+    2: (("optimizer", "unit", 1, "none", 256), ("parameters", "step", 1, "full", 256, 4)),
+    4: (("parameters", "unit", 2, "none", 256),),
+}
 SEEDS = (0, 1, 4)
 """Of each mesh one."""
 HELD = {2: (0, 1, 2, 3), 4: (1, 2)}
@@ -61,6 +64,7 @@ def plans(*paths: str) -> None:
         "meshes": [pipelines.run_mesh(n, mesh, RANK) for n, mesh in enumerate(MESHES[WORLD])],
         "half": [sharded.run_half(RANK, WORLD)],
         "masters": [sharded.run_masters(RANK, WORLD, *way) for way in sharded.MASTERS[WORLD]],
+        "memory": [sharded.run_memory(RANK, WORLD, *way) for way in MEMORY[WORLD]],
         "frozen": [sharded.run_frozen(RANK, WORLD)],
         "evaluating": [pipelines.run_evaluating(RANK, WORLD)],
     }
@@ -68,7 +72,6 @@ def plans(*paths: str) -> None:
         found["tp_refused"] = [pipelines.refusals_of_tp(RANK, WORLD)]
     found["parts"] = [pipelines.run_in_parts(RANK, WORLD)]
     if WORLD == 2:
-        found["memory"] = [sharded.run_memory(RANK, WORLD, *way) for way in MEMORY]
         found["ddp"] = [pipelines.run_replicas(RANK, WORLD)]
         found["apart"] = [sharded.tied_apart(RANK, WORLD)]
     else:

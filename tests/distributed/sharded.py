@@ -208,8 +208,8 @@ def run_memory(
     """
     mesh, is_sharded = vl.Mesh(dp=world // pp, pp=pp, sharding=sharding), sharding == "parameters"
     with pytest.MonkeyPatch.context() as patched, wide_products(), TrackedBytes() as meter:
-        # Gradients of matrices are messages of their own, as those of larger models are.
-        patched.setattr(gradients, "ALONE_BYTES", 1 << 12)
+        # As small as the model: so its matrices are messages of their own, as those of larger models are.
+        patched.setattr(gradients, "ALONE_BYTES", 1 << 16)
         dtype = torch.float32 if is_sharded else torch.bfloat16
         model = tiny("llama", dtype, vocab_size=vocab, **SIZES_OF_MEMORY)
         cost = vl.CostModel(
@@ -249,7 +249,7 @@ MASTERS = {
 """By the number of processes: sharding, dtype, cp."""
 
 
-def run_masters(rank: int, world: int, sharding: Any, dtype: torch.dtype, cp: int) -> dict[str, float]:
+def run_masters(rank: int, world: int, sharding: Any, dtype: torch.dtype, cp: int) -> dict[str, Any]:
     """Train the masters of a stage, divided among its replicas or not, and those of one process beside them."""
     mesh = vl.Mesh(dp=2 // cp, cp=cp, pp=world // 2, sharding=sharding)
     model, whole = (tiny("llama", dtype, num_hidden_layers=4, tie_word_embeddings=True) for _ in range(2))
@@ -273,4 +273,5 @@ def run_masters(rank: int, world: int, sharding: Any, dtype: torch.dtype, cp: in
         held = sum(local(master).numel() for master in engine.master_parameters())
         share = held / sum(p.numel() for p in found.values())
         far = furthest(found, {name: weights[name] for name in found})
-    return {"norms": norms, "weights": far, "share": share}
+    names = {"sharding": sharding, "dtype": str(dtype).removeprefix("torch.")}
+    return {**names, "norms": norms, "weights": far, "share": share}

@@ -326,7 +326,7 @@ def test_every_mesh_of_a_sweep_has_all_gpus_and_divides_the_model():
 
 
 def test_a_sweep_finds_what_planning_every_mesh_finds():
-    found = swept(2, most=6, capacities=(2_048, 4_096))
+    found = swept(2, most=3, capacities=(2_048, 4_096))
 
     rates = []
     for capacity in (2_048, 4_096):
@@ -335,7 +335,7 @@ def test_a_sweep_finds_what_planning_every_mesh_finds():
             best = compare(step, cost=COST, mesh=mesh, methods=("micropack",)).best
             if best is not None:
                 rates.append((step.num_tokens / best.step_s, step, mesh))
-    fastest = sorted(rates, key=lambda rate: -rate[0])[:6]
+    fastest = sorted(rates, key=lambda rate: -rate[0])[:3]
     for place, (rate, step, mesh) in enumerate(fastest):
         more = [replace(mesh, virtual_stages=chunks) for chunks in (2, 3)] if mesh.pp > 1 else []
         others = [compare(step, cost=COST, mesh=one, methods=("micropack",)).best for one in more]

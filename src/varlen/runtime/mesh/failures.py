@@ -26,7 +26,8 @@ GRACE_S = 8.0  # seconds within which a live process leaves a note after the gro
 _WAITS, _LOST = "waits", "lost "
 _ALL = -1  # instead of a rank: waits for all, in a collective
 _SLOW = (
-    "no process is known to have failed, and all wait: one was slower than deadline_s, or the network failed"
+    "no process is known to have failed, and all wait: one was slower than the deadline (deadline_s; run.timeout_s "
+    "of varlen train), or the network failed"
 )
 _MOST_CHARACTERS = 500  # longest note; an error's message may hold a whole traceback
 
@@ -190,9 +191,9 @@ def naming_the_missing(notes: Notes, way_out: str) -> Iterator[None]:
         silent, failed = _others(notes) if peer is None else _cause(notes, peer)
         notes.await_readers({*silent, *(rank for rank, _ in failed)})
         if not silent and not failed:
-            if isinstance(error, PeerLostError):
-                raise
-            raise PeerLostError(None, f"{_error_note(error)}; {_SLOW}; {way_out}") from error
+            raise WorkerDiedError(
+                f"the process group is broken ({_error_note(error)}): {_SLOW}; {way_out}"
+            ) from error
         if len(silent) > 1 and notes.are_lost():
             raise WorkerDiedError(
                 f"the process group is broken ({_error_note(error)}), and the process that keeps the job's store has "

@@ -19,9 +19,8 @@ from varlen.runtime.mesh.process_groups import Group
 from varlen.runtime.mesh.shared_documents import ProcessPeers
 
 BUCKET_BYTES = 25 << 20  # bytes of gradients in one message: enough for the full rate of a link
-ALONE_BYTES = (
-    1 << 18
-)  # a gradient that ranks divide is a message by itself from so many on, which needs no copy
+# A gradient that ranks divide, of at least so many bytes, is a message by itself, which needs no copy.
+ALONE_BYTES = 1 << 18
 UNDER_WAY = 2  # sums of rows that go on while the next gradients are computed
 
 
