@@ -42,6 +42,7 @@ from varlen import __version__
 from varlen.errors import SettingError, StateError, VarlenError, described
 from varlen.files.ours import free_words, is_there, may_be_used, refuse_link, remove_marked, sync
 from varlen.regular import open_regular, read_regular, require_regular
+from varlen.train.optimizers import Optimizer, named_tensors, put_step
 from varlen.train.parallel import Ranks
 
 WEIGHT, STEP = "model.", "optimizer.step."
@@ -381,12 +382,10 @@ def _remove_partial(partial: Path) -> None:
 def state_tensors(
     model: torch.nn.Module,
     trained: Mapping[str, torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     tied: Mapping[str, str],
 ) -> Tensors:
-    """Return the tensors that a run's next step depends on: weights and AdamW's state.
-
-    A parameter that wasn't trained yet gets a state of zeros, which AdamW treats as no state.
+    """Return the tensors that a run's next step depends on: weights and the optimizer's state.
 
     Args:
         trained: what the optimizer updates, by the model's names; it is saved in place of the model's.
@@ -401,30 +400,24 @@ def state_tensors(
         if name not in aliases and _is_tensor(value)
     }
     for name, parameter in trained.items():
-        state, saved = optimizer.state[parameter], tied.get(name, name)
-        for part in ("exp_avg", "exp_avg_sq"):
-            if part not in state:
-                state[part] = torch.zeros_like(parameter)
-            tensors[f"optimizer.{part}.{saved}"] = state[part]
-        state.setdefault("step", torch.zeros((), device=parameter.device if _is_fused(optimizer) else "cpu"))
-        # By name, since a pipeline stage has only some parameters.
-        tensors[f"{STEP}{saved}"] = torch.tensor(float(state["step"]), dtype=torch.float64)
+        state, saved = optimizer.state_of(parameter), tied.get(name, name)
+        tensors |= {f"optimizer.{part}.{saved}": value for part, value in named_tensors(state)}
+        if "step" in state:  # by name, since a pipeline stage has only some parameters
+            tensors[f"{STEP}{saved}"] = torch.tensor(float(state["step"]), dtype=torch.float64)
     return tensors
 
 
 def put_steps(
     trained: Mapping[str, torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     tied: Mapping[str, str],
     tensors: Tensors,
 ) -> None:
     """Set the step of each parameter's state, which `load` doesn't fill in place."""
     for name, parameter in trained.items():
-        optimizer.state[parameter]["step"].fill_(float(tensors[f"{STEP}{tied.get(name, name)}"]))
-
-
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer.param_groups[0].get("fused"))
+        step = tensors.get(f"{STEP}{tied.get(name, name)}")
+        if step is not None:
+            put_step(optimizer.state_of(parameter), float(step))
 
 
 def _is_tensor(value: Any) -> bool:

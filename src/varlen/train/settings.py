@@ -96,30 +96,50 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
-    """`[optimizer]`: AdamW, its learning rate over the steps, and clipping."""
+    """`[optimizer]`: the optimizer, its learning rate over the steps, and clipping."""
 
+    name: Literal["adamw", "adamw_8bit", "muon", "adafactor"] = "adamw"
+    """"adamw_8bit" holds AdamW's state in 8 bits (needs torchao); "muon" updates the matrices of layers by Muon, and
+    all else by AdamW; "adafactor" holds one row and one column of state for each matrix."""
     learning_rate: float = 3e-4
-    """The highest."""
+    """The highest; of "muon" as of "adamw", since its updates are scaled to the size of AdamW's."""
     beta1: float = 0.9
+    """Of AdamW."""
     beta2: float = 0.95
+    """Of AdamW."""
     epsilon: float = 1e-8
+    """Of AdamW."""
+    momentum: float = 0.95
+    """Of Muon."""
     weight_decay: float = 0.1
     """Of matrices; norms and biases don't decay."""
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """How the rate falls after its warm-up; "wsd": not at all, and linearly at the end (`decay_share`)."""
     warmup_steps: int = 0
     """Steps over which the rate rises to its highest."""
+    warmup_share: float = 0.0
+    """The same as a share of all steps."""
+    decay_share: float = 0.2
+    """Share of all steps over which "wsd" falls."""
     min_learning_rate: float = 0.0
-    """What "cosine" and "linear" fall to at the last step."""
+    """What "cosine", "linear" and "wsd" fall to at the last step."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "weight_decay", "warmup_steps", "min_learning_rate", "max_grad_norm"):
             _check_range(f"optimizer.{name}", getattr(self, name), 0)
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             _check_range(f"optimizer.{name}", getattr(self, name), 0, 1)
             if getattr(self, name) == 1:
                 raise SettingError(f"optimizer.{name} must be below 1: with 1 nothing new ever counts")
+        for name in ("warmup_share", "decay_share"):
+            _check_range(f"optimizer.{name}", getattr(self, name), 0, 1)
+        if self.warmup_steps and self.warmup_share:
+            raise SettingError(
+                f"optimizer.warmup_steps = {self.warmup_steps:,} and optimizer.warmup_share = {self.warmup_share:g} "
+                "both set the warm-up; leave one of them out"
+            )
         _check_range("optimizer.epsilon", self.epsilon, 0)
 
 
@@ -281,6 +301,66 @@ class PlanSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSettings:
+    """`[eval]`: losses on documents that aren't trained, in between and at the end.
+
+    They are read as those of `[data]` are: by the same tokenizer, columns and template, in packs of the same capacity.
+    """
+
+    sets: Mapping[str, Any]
+    """`[eval.sets]`: sources by a name of yours, each as `data.source` is."""
+    every: int = 500
+    """Steps between evaluations; the last step has one too. 0: only that."""
+    at_start: bool = False
+    """Whether a new run evaluates before its first step."""
+    tokens: Tokens | None = None
+    """Of each set, about, from its beginning; left out: all."""
+    lengths: tuple[int, ...] = (512, 2048, 8192, 32768)
+    """The loss is also given by length of documents: up to and including the first of these tokens, the second, and
+    so on, and above the last."""
+    monitor: str | None = None
+    """The set whose loss decides what is best; left out: all targets of all sets."""
+    keep_best: bool = False
+    """Keep the checkpoint of the lowest loss beside the newest ones, and export its weights as the trained model."""
+    patience: int | None = None
+    """Stop after so many evaluations in a row without a lower loss; left out: never."""
+    least_gain: float = 0.0
+    """A loss counts as lower only if it is so by more than this."""
+
+    def __post_init__(self) -> None:
+        _check_range("eval.every", self.every, 0)
+        _check_range("eval.least_gain", self.least_gain, 0)
+        for name in ("tokens", "patience"):
+            if getattr(self, name) is not None:
+                _check_range(f"eval.{name}", getattr(self, name), 1)
+        if not self.sets:
+            raise SettingError('[eval.sets] names no set; give it one, such as valid = "valid.jsonl"')
+        for name, source in self.sets.items():
+            if not (isinstance(source, str) or _is_texts(source)) or not source:
+                raise SettingError(
+                    f"eval.sets.{name} must be a text in quotes or a list of texts, got {_shown(source)}"
+                )
+        if self.monitor is not None and self.monitor not in self.sets:
+            near = difflib.get_close_matches(self.monitor, list(self.sets), n=1, cutoff=0.0)[0]
+            raise SettingError(
+                f"eval.monitor is {self.monitor!r}, which is no set of [eval.sets]; the nearest is {near!r}"
+            )
+        if list(self.lengths) != sorted({length for length in self.lengths if length > 0}):
+            raise SettingError(
+                f"eval.lengths must rise and be above 0, got {_shown(list(self.lengths))}"
+            )
+
+    def source_of(self, name: str) -> str | tuple[str, ...]:
+        """Return the source of a set, as `DataSettings.source`."""
+        source = self.sets[name]
+        return source if isinstance(source, str) else tuple(source)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
     """The whole configuration: a field a table."""
 
@@ -291,6 +371,7 @@ class TrainSettings:
     log: LogSettings = field(default_factory=LogSettings)
     measure: MeasureSettings = field(default_factory=MeasureSettings)
     plan: PlanSettings | None = None
+    eval: EvalSettings | None = None
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.model.attention != "auto":
@@ -386,7 +467,6 @@ _WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     str: "a text in quotes",
-    tuple: "a list of texts",
     Mapping: "a table",
 }
 
@@ -460,7 +540,8 @@ def _fits(option: Any, value: Any) -> bool:
     if origin is Literal:
         return value in get_args(option) and isinstance(value, str)
     if origin is tuple:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+        item = get_args(option)[0]
+        return isinstance(value, list) and all(_fits(item, each) for each in value)
     if origin is not None:
         return isinstance(value, Mapping)
     if option is float:
@@ -473,6 +554,8 @@ def _in_words(options: Sequence[Any]) -> str:
     for option in options:
         if get_origin(option) is Literal:
             words.append(" or ".join(f'"{choice}"' for choice in get_args(option)))
+        elif get_origin(option) is tuple:
+            words.append("a list of " + ("texts" if get_args(option)[0] is str else "whole numbers"))
         else:
             words.append(
                 "a table" if is_dataclass(option) else _WORDS.get(get_origin(option) or option, "a table")

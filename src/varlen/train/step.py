@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -25,8 +24,9 @@ from varlen.batch.collate import collate
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.pack.api import pack
 from varlen.step_plan import StepPlan
+from varlen.train.optimizers import Optimizer
 from varlen.train.parallel import Ranks, accumulating, computing, distributed, settle
-from varlen.train.settings import OptimizerSettings, TrainSettings
+from varlen.train.settings import TrainSettings
 
 Batch = TypeVar("Batch")
 Take = Callable[[], Batch | None]
@@ -58,6 +58,17 @@ class Part:
         )
 
 
+class DocumentLosses(NamedTuple):
+    """Losses of the documents that a rank counts, without gradients; float64 `[num_documents]` each."""
+
+    lengths: FloatArray
+    """Tokens."""
+    sums: FloatArray
+    """Sums of the losses of their targets, each multiplied by its weight."""
+    weights: FloatArray
+    """Sums of these weights: the number of targets, where rows have no weights."""
+
+
 class Gradients(Generic[Batch]):
     """Computes the gradients of a step, batch by batch: the only thing in which packs and slices differ.
 
@@ -69,6 +80,10 @@ class Gradients(Generic[Batch]):
 
     def add(self, batch: Batch, *, is_last: bool) -> Part:
         """Run a batch forward and backward, and add to the gradients of the mean loss over the step's targets."""
+        raise NotImplementedError
+
+    def evaluate(self, batch: Batch) -> DocumentLosses:
+        """Run a batch forward without dropout, and leave gradients as they are; all ranks call it at once."""
         raise NotImplementedError
 
     def finish(self, whole: Part) -> float:
@@ -117,12 +132,12 @@ class StepDone:
 
 
 class Stepper(Generic[Batch]):
-    """Updates a model step by step; a step depends on the weights, AdamW's state, its number and its batches."""
+    """Updates a model step by step; a step depends on the weights, the optimizer's state, its number and its batches."""
 
     def __init__(
         self,
         gradients: Gradients[Batch],
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         *,
         ranks: Ranks,
         seed: int,
@@ -155,9 +170,7 @@ class Stepper(Generic[Batch]):
         assert whole is not None, "a step has a batch"
         step_weight = self.gradients.finish(whole)
         grad_norm = self.gradients.clip(self._max_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+        self.optimizer.step(learning_rate)
         self.gradients.publish()
         self.optimizer.zero_grad()
         watch.stop()
@@ -201,6 +214,21 @@ class PackGradients(Gradients[PackedBatch]):
             weight=weight,
         )
 
+    def evaluate(self, batch: PackedBatch) -> DocumentLosses:
+        """See `Gradients`."""
+        documents, lengths = _documents_of(batch)
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                losses, weights = self._target_losses(batch)
+        finally:
+            self.model.train()
+        sums = [
+            np.bincount(documents, values.double().cpu().numpy(), minlength=len(lengths) + 1)[1:]
+            for values in (losses, weights)
+        ]
+        return DocumentLosses(lengths=lengths.astype(np.float64), sums=sums[0], weights=sums[1])
+
     def finish(self, whole: Part) -> float:
         """Divide gradients by the sum of the targets' weights, which is known once all ranks have all batches."""
         if not self._has_weights:
@@ -221,6 +249,13 @@ class PackGradients(Gradients[PackedBatch]):
         if weights is None:
             return target_loss_sum(logits, labels), 0
         return target_loss_sum(logits, labels, weights), weights.sum(dtype=torch.float64)
+
+
+def _documents_of(batch: PackedBatch) -> tuple[IntArray, IntArray]:
+    """Return each position's document, from 1 on and 0 at padding, and the lengths of the documents."""
+    segments = np.asarray(batch.segment_ids).reshape(len(batch.segment_ids), -1).astype(np.int64)
+    before = np.cumsum(np.append(0, segments.max(axis=1) + 1))[:-1]
+    return np.where(segments < 0, 0, segments + 1 + before[:, None]).ravel(), np.asarray(batch.document_lengths)
 
 
 def unweighted(batch: PackedBatch) -> PackedBatch:
@@ -270,53 +305,6 @@ def _block_sum(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tenso
     return (
         cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none") * weights
     ).sum()
-
-
-# AdamW, and its learning rate as a function of the step alone.
-
-
-def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], settings: OptimizerSettings, device: torch.device
-) -> torch.optim.AdamW:
-    """Return AdamW over parameters, of which only matrices decay.
-
-    A fused update takes tensors of one mesh; what only some ranks divide has groups of its own.
-    """
-    groups: dict[tuple[bool, Any], list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            mesh = getattr(parameter, "device_mesh", None)
-            groups.setdefault((parameter.ndim < 2, mesh), []).append(parameter)
-    fused = device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(
-        [
-            {"params": held, "weight_decay": 0.0 if is_vector else settings.weight_decay}
-            for (is_vector, _), held in sorted(groups.items(), key=lambda group: group[0][0])
-        ],
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        fused=fused,
-        foreach=None if fused else True,
-    )
-
-
-def learning_rate(step: int, steps: int | None, settings: OptimizerSettings) -> float:
-    """Return the learning rate of a step.
-
-    >>> settings = OptimizerSettings(learning_rate=1.0, schedule="linear", warmup_steps=2)
-    >>> [learning_rate(step, 6, settings) for step in range(1, 7)]
-    [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
-    """
-    highest, lowest, warmup = settings.learning_rate, settings.min_learning_rate, settings.warmup_steps
-    if step <= warmup:
-        return highest * step / warmup
-    if settings.schedule == "constant" or steps is None:
-        return highest
-    passed = min((step - warmup) / max(steps - warmup, 1), 1.0)
-    if settings.schedule == "cosine":
-        return lowest + (highest - lowest) * (1 + math.cos(math.pi * passed)) / 2
-    return lowest + (highest - lowest) * (1 - passed)
 
 
 # Seconds of work: of the host, or of the GPU between two marks in its queue, which the host runs ahead of.
