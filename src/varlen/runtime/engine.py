@@ -40,7 +40,7 @@ from varlen.runtime.split import check_layers, is_divided
 from varlen.runtime.stage_run import TaskRun
 from varlen.runtime.step import StepRun, check_runnable, run_stages
 from varlen.step_plan import Mesh, Offload, Recompute, StepPlan
-from varlen.types import FloatArray
+from varlen.types import FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
 SLICE_TOKENS = 8192  # default rows of a MicroPack: enough for the full rate of attention kernels
@@ -82,6 +82,8 @@ class Evaluation:
     """Of the batch, on all ranks together."""
     document_losses: FloatArray | None
     """float64 `[num_segments]`: as `StepStats.document_losses`; None unless asked for."""
+    document_targets: IntArray | None
+    """int64 `[num_segments]`: the number of each document's targets; None unless their losses are asked for."""
     log_probs: torch.Tensor | None
     """float32 or wider, of the shape of `batch.labels`: each label's log-probability, 0 where there is none. None
     unless asked for, and on ranks that don't hold the last layers."""
@@ -280,6 +282,7 @@ class SliceEngine:
             loss=totals.loss,
             num_targets=totals.num_targets,
             document_losses=means(losses) if document_losses and losses is not None else None,
+            document_targets=losses[1].long().cpu().numpy() if document_losses and losses is not None else None,
             log_probs=None if of_tokens is None else _at_labels(batch, 0.0 - of_tokens),
         )
 

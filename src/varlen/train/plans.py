@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -37,7 +38,7 @@ from varlen.step_plan import Mesh, Offload, Recompute, Sharding, StepPlan
 from varlen.train.model import as_saved, bare_model
 from varlen.train.parallel import Ranks, sharded
 from varlen.train.settings import PlanSettings, RunSettings, TrainSettings
-from varlen.train.step import Gradients, Part
+from varlen.train.step import DocumentLosses, Gradients, Part
 
 STATE: Final = "plans.json"
 """File in the run's folder that says how the last steps were planned. It is written after every step, so that steps
@@ -258,6 +259,20 @@ class SliceGradients(Gradients[PackedBatch]):
             step_targets=batch.step_num_targets,
             plan=stats.plan,
         )
+
+    def evaluate(self, batch: PackedBatch) -> DocumentLosses:
+        """See `Gradients`."""
+        self.model.eval()
+        try:
+            found = self._engine.evaluate(batch, document_losses=True)
+        finally:
+            self.model.train()
+        assert found.document_losses is not None and found.document_targets is not None, "they were asked for"
+        # Every rank has the losses of the whole step.
+        weights = found.document_targets * float(self._ranks.is_first)
+        lengths = batch.document_lengths if batch.plan is None else batch.plan.lengths
+        sums = np.where(weights > 0, found.document_losses, 0.0) * weights
+        return DocumentLosses(lengths=np.asarray(lengths, np.float64), sums=sums, weights=weights)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """See `Gradients`; the norm is over all stages and shards."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from varlen.step_plan import StepPlan
 from varlen.train.optimizers import Optimizer
 from varlen.train.parallel import Ranks, accumulating, computing, distributed, settle
 from varlen.train.settings import TrainSettings
+from varlen.types import FloatArray, IntArray
 
 Batch = TypeVar("Batch")
 Take = Callable[[], Batch | None]
@@ -220,7 +221,7 @@ class PackGradients(Gradients[PackedBatch]):
         self.model.eval()
         try:
             with torch.no_grad():
-                losses, weights = self._target_losses(batch)
+                losses, weights = target_losses(*self._forward(batch))
         finally:
             self.model.train()
         sums = [
@@ -241,19 +242,25 @@ class PackGradients(Gradients[PackedBatch]):
 
     def _loss(self, batch: PackedBatch) -> tuple[torch.Tensor, Any]:
         """Return the sum of a batch's losses, and of the weights of its targets."""
-        weights = batch.to_torch(self._ranks.device).loss_weights() if self._has_weights else None
-        arguments = hf.model_inputs(unweighted(batch), self.model)
-        labels = arguments.pop("labels")
-        with computing(self._wrapped, self._settings.run, self._ranks):
-            logits = self._wrapped(**arguments).logits
+        logits, labels, weights = self._forward(batch)
         if weights is None:
             return target_loss_sum(logits, labels), 0
         return target_loss_sum(logits, labels, weights), weights.sum(dtype=torch.float64)
 
+    def _forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the logits and labels of a batch, and the weights of its targets where rows have weights."""
+        weights = batch.to_torch(self._ranks.device).loss_weights() if self._has_weights else None
+        arguments = hf.model_inputs(unweighted(batch), self.model)
+        labels = arguments.pop("labels")
+        with computing(self._wrapped, self._settings.run, self._ranks):
+            # DDP's own forward pass would prepare a reduction of gradients, which an evaluation hasn't.
+            model = self._wrapped if torch.is_grad_enabled() else self.model
+            return model(**arguments).logits, labels, weights
+
 
 def _documents_of(batch: PackedBatch) -> tuple[IntArray, IntArray]:
     """Return each position's document, from 1 on and 0 at padding, and the lengths of the documents."""
-    segments = np.asarray(batch.segment_ids).reshape(len(batch.segment_ids), -1).astype(np.int64)
+    segments = np.atleast_2d(np.asarray(batch.segment_ids)).astype(np.int64)
     before = np.cumsum(np.append(0, segments.max(axis=1) + 1))[:-1]
     return np.where(segments < 0, 0, segments + 1 + before[:, None]).ravel(), np.asarray(batch.document_lengths)
 
@@ -297,6 +304,24 @@ def target_loss_sum(
         here = None if moved is None else moved[block]
         total = total + checkpoint(_block_sum, flat[block], targets[block], here, use_reentrant=False)
     return total
+
+
+def target_losses(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weighed losses of all targets, and their weights, float32 `[rows * width]`, without gradients.
+
+    They stand at the positions that predict the targets, which are in the same documents; elsewhere is 0.
+    """
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).reshape(-1)
+    known = (targets != IGNORE_INDEX).float()
+    if weights is not None:
+        known *= torch.nn.functional.pad(weights[:, 1:], (0, 1)).reshape(-1)
+    blocks = zip(logits.reshape(-1, logits.shape[-1]).split(BLOCK), targets.split(BLOCK))
+    losses = [
+        cross_entropy(block.float(), wanted, ignore_index=IGNORE_INDEX, reduction="none") for block, wanted in blocks
+    ]
+    return torch.cat(losses) * known, known
 
 
 def _block_sum(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
