@@ -199,6 +199,14 @@ def tied_names(model: Any) -> Mapping[str, str]:
     return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
+def embedding_names(model: Any) -> set[str]:
+    """Return the names of the weights of embeddings and of the output head."""
+    held = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    held += [head for head in [model.get_output_embeddings()] if head is not None]
+    ids = {id(parameter) for module in held for parameter in module.parameters(recurse=False)}
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in ids}
+
+
 def copy_generation(settings: ModelSettings, folder: Path) -> None:
     """Copy a model folder's generation settings, such as stop tokens, beside the trained model."""
     source, is_here = _source(settings.path or "")

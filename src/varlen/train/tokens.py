@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,35 @@ def _unlike(made: Tokenizer, path: str) -> tuple[str, ...]:
     if mark_of(made).is_same(own) is not False:
         return ()
     return (f"the model's own tokenizer, {own.words}, isn't used: data.tokenizer is {mark_of(made).words}",)
+
+
+def tokenizer_of_set(name: str, data: DataSettings, tokenizer: RunTokenizer) -> RunTokenizer:
+    """Return what reads another set of documents as a run's own are read.
+
+    Args:
+        name: of the set, in `[eval.sets]`.
+        data: with the set's source.
+        tokenizer: of the run.
+    """
+    of_folders: dict[str, Any] = {"split": data.split, "format": data.format}
+    tokens = None
+    if data.mode != "streaming":
+        check_tokens = data.on_error != "skip"
+        tokens = open_tokens(as_data(data.source), check_tokens=check_tokens, **of_folders)
+    if tokens is None:
+        if tokenizer.made is None and tokenizer.tokens is not None:
+            raise SettingError(
+                f"eval.sets.{name} is of documents, and data.source of tokens, whose tokenizer isn't named; set "
+                "data.tokenizer to it, or index the set with it (varlen index)"
+            )
+        return replace(tokenizer, tokens=None, words=())
+    mark = made_by(tokens)
+    own = mark_of(tokenizer.made) if tokenizer.made is not None else None
+    if own is None and tokenizer.tokens is not None:
+        own = made_by(tokenizer.tokens)
+    if own is not None:
+        check_same(f"eval.sets.{name}", mark, own, "index the set again with the tokenizer of the run")
+    return replace(tokenizer, tokens=tokens, words=())
 
 
 def as_data(source: str | tuple[str, ...]) -> str | list[str]:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -22,29 +22,29 @@ from varlen.adapters import hf
 from varlen.batch.packed import PackedBatch
 from varlen.errors import SettingError, SourceError, VarlenError
 from varlen.feed.loader import PackedLoader
-from varlen.feed.opening import OpenTokens
-from varlen.feed.plans import GivenPlans
 from varlen.signals import SCHEDULERS, Stopped, end_soon, is_main_thread, was_interrupted
-from varlen.store.growing import PartialStore
 from varlen.train.changes import BEGUN, WEIGHTS, WeightsMark, check_unchanged, checkpoint_of
 from varlen.train.checkpoint import Checkpoint, load, put_steps, read_weights, save, state_tensors
 from varlen.train.claim import CHECKPOINTS, MODEL, claimed, prepare
+from varlen.train.loaders import open_loader, steps_of
 from varlen.train.metrics import MetricsFile, StepMetrics
 from varlen.train.model import (
     build_model,
     copy_generation,
     described,
+    embedding_names,
     export_model,
     model_config,
     saved_dtype,
     tied_names,
     whole_weights,
 )
+from varlen.train.optimizers import learning_rate, make_optimizer
 from varlen.train.parallel import Ranks, joined
 from varlen.train.plans import SliceGradients, plans_of
 from varlen.train.settings import TrainSettings
-from varlen.train.step import Gradients, PackGradients, StepDone, Stepper, learning_rate, make_optimizer
-from varlen.train.tokens import RunTokenizer, as_data, run_tokenizer, write_tokenizer
+from varlen.train.step import Gradients, PackGradients, StepDone, Stepper
+from varlen.train.tokens import as_data, run_tokenizer, write_tokenizer
 
 
 def train(settings: TrainSettings, display: RunDisplay, *, allow_changed: bool = False) -> TrainSummary:
@@ -135,7 +135,7 @@ class _Run:
             is_sliced=self._plans is not None,
         )
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._tied = tied_names(model)
+        self._tied, embeddings = tied_names(model), embedding_names(model)
         gradients: Gradients[PackedBatch]
         if self._plans is not None:
             gradients = SliceGradients(model, settings, ranks)
@@ -144,7 +144,7 @@ class _Run:
         self._stack.callback(gradients.close)
         stepper = Stepper(
             gradients,
-            make_optimizer(gradients.parameters.values(), settings.optimizer, ranks.device),
+            make_optimizer(gradients.parameters, settings.optimizer, ranks.device, embeddings),
             ranks=ranks,
             seed=settings.run.seed,
             max_grad_norm=settings.optimizer.max_grad_norm,
@@ -367,62 +367,6 @@ class _Run:
 
 def _newest_words(step: int) -> str:
     return f"the newest checkpoint is of step {step:,}" if step else "there is no checkpoint yet"
-
-
-# The run's loader, and how many steps it gives.
-
-
-def open_loader(
-    settings: TrainSettings,
-    config: Any,
-    tokenizer: RunTokenizer,
-    ranks: Ranks,
-    plan: GivenPlans | None = None,
-) -> PackedLoader:
-    """Return the loader of this rank, with plans where steps are planned; nothing is read ahead yet."""
-    data, run = settings.data, settings.run
-    given: dict[str, Any] = {field.name: getattr(data, field.name) for field in fields(data)}
-    given = {name: value for name, value in given.items() if value is not None}
-    rank, world_size = ranks.rank, ranks.world_size
-    if (
-        settings.plan is not None
-    ):  # the stages, cp and tp ranks of a data-parallel rank have the same documents
-        sharing = settings.plan.cp * settings.plan.tp
-        world_size //= settings.plan.pp * sharing
-        rank = rank // sharing % world_size
-        given.pop("micro_batch_size", None)
-        given["mode"] = "indexed" if data.mode in (None, "auto") else data.mode
-    source, _ = given.pop("source"), given.pop("tokenizer", None)
-    found: Any = as_data(source)
-    if tokenizer.tokens is not None and not isinstance(tokenizer.tokens, PartialStore):
-        found = OpenTokens(data=found, tokens=tokenizer.tokens)
-    return PackedLoader(
-        found,
-        tokenizer.for_loader,
-        **{"seed": run.seed} | given,
-        epochs=run.epochs if run.epochs is not None or run.steps is not None else 1,
-        dp_rank=rank,
-        dp_world_size=world_size,
-        device=None if ranks.device.type == "cpu" else ranks.device,
-        model=config,
-        plan=plan,
-    )
-
-
-def steps_of(loader: PackedLoader, settings: TrainSettings, begun_at: int = 0) -> int | None:
-    """Return the optimizer steps of the whole run, or None where only the end of the data will say."""
-    if settings.run.steps is not None:
-        return settings.run.steps
-    try:
-        return begun_at + len(loader) // loader.micro_batches
-    except TypeError:
-        schedule = settings.optimizer.schedule
-        if schedule == "constant":
-            return None
-        raise SettingError(
-            f'optimizer.schedule = "{schedule}" needs the number of steps, which this data doesn\'t say; set '
-            'run.steps, or optimizer.schedule = "constant"'
-        ) from None
 
 
 # What a run reports: before its first step, and after its last.
