@@ -117,10 +117,16 @@ def _check_steps(checkpoint: Checkpoint) -> None:
 
 
 def save(
-    folder: Path, step: int, tensors: Tensors, notes: Mapping[str, Any], ranks: Ranks, keep: int
+    folder: Path,
+    step: int,
+    tensors: Tensors,
+    notes: Mapping[str, Any],
+    ranks: Ranks,
+    keep: int,
+    best: int | None = None,
 ) -> Path:
-    """Write a checkpoint; all ranks call it together."""
-    final, partial = folder / f"step-{step:08d}", folder / f".step-{step:08d}.part"
+    """Write a checkpoint, and remove all but the newest `keep` and that of step `best`; all ranks call it together."""
+    final, partial = folder / name_of(step), folder / f".{name_of(step)}.part"
     with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}", folder):
         if ranks.is_first:
             folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +141,7 @@ def save(
         if ranks.is_first:
             numbers = {"format": FORMAT, "step": step, "world_size": ranks.world_size}
             _finish(partial, final, {**notes, **numbers}, checksums)
-            prune(folder, keep)
+            prune(folder, keep, best)
     return final
 
 
@@ -327,9 +333,11 @@ def begin(partial: Path) -> None:
     (partial / MANIFEST).write_text(json.dumps({"varlen": __version__, "kind": KIND}), encoding="utf-8")
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints."""
+def prune(folder: Path, keep: int, best: int | None = None) -> None:
+    """Remove all but the newest checkpoints, and that of a step."""
     for old in [path for path in checkpoints_in(folder) if _is_ours(path)][:-keep]:
+        if _step_of(old) == best:
+            continue
         # Renamed first, so that a half-removed checkpoint never has the name of a complete one.
         partial = old.with_name(f".{old.name}.part")
         _remove_partial(partial)
@@ -450,6 +458,11 @@ class Checkpoint:
             f"{self.folder} has no checksums (it is of varlen {self.manifest.get('varlen')}), so only the sizes of "
             "its files were compared"
         )
+
+
+def name_of(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"step-{step:08d}"
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@
       checkpoints/     one folder a step, `checkpoint.py`
       model/           the trained model with its tokenizer, `model.py`
       metrics.jsonl    one line a step, `metrics.py`
+      evaluations.jsonl   one line an evaluation, `evaluate.py`
       plans.json       how steps were planned, `plans.py`
       hardware.json    rates of this machine, where they were measured
 """
@@ -26,7 +27,8 @@ from varlen.cost.hardware import load_hardware
 from varlen.errors import SettingError
 from varlen.files.ours import NO_LOCKS, is_folder, is_there, open_own, refuse_link
 from varlen.train.checkpoint import remove_partial
-from varlen.train.metrics import check_metrics
+from varlen.train.evaluate import EVALUATIONS, Evaluation
+from varlen.train.metrics import check_lines
 from varlen.train.model import clear_models
 from varlen.train.plans import MEASURED, STATE
 from varlen.train.settings import RunSettings
@@ -105,7 +107,8 @@ def prepare(run: RunSettings, metrics: str) -> None:
     is_folder(folder / CHECKPOINTS, "checkpoints go to", _OUT)
     for name in (STATE, MEASURED):
         refuse_link(folder / name, _OUT)
-    check_metrics(folder / metrics)
+    check_lines(folder / metrics)
+    check_lines(folder / EVALUATIONS, Evaluation)
     _check_plans(folder / STATE)
     if is_there(folder / MEASURED):
         if not (folder / MEASURED).is_file():

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -21,6 +21,10 @@ from varlen.train.parallel import Ranks
 from varlen.train.settings import EvalSettings, TrainSettings
 from varlen.train.step import Gradients
 from varlen.train.tokens import RunTokenizer, tokenizer_of_set
+
+
+EVALUATIONS: Final = "evaluations.jsonl"
+"""File in a run's folder with one line an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,12 +83,14 @@ class Best:
     loss: float = math.inf
     since: int = 0
     """Evaluations after it."""
+    last: int = -1
+    """Step of the last evaluation; -1 before the first."""
 
     def after(self, step: int, loss: float, least_gain: float) -> Best:
         """Return what is best after another evaluation."""
         if loss < self.loss - (least_gain if self.loss < math.inf else 0.0):
-            return Best(step=step, loss=loss)
-        return replace(self, since=self.since + 1)
+            return Best(step=step, loss=loss, last=step)
+        return replace(self, since=self.since + 1, last=step)
 
     def to_json(self) -> dict[str, Any]:
         """Return it for a manifest; a loss of inf is left out."""
@@ -96,7 +102,8 @@ class Best:
         if found is None:
             return cls()
         try:
-            return cls(step=int(found["step"]), loss=float(found.get("loss", math.inf)), since=int(found["since"]))
+            loss = float(found.get("loss", math.inf))
+            return cls(loss=loss, **{name: int(found[name]) for name in ("step", "since", "last")})
         except (TypeError, KeyError, ValueError, AttributeError):
             raise StateError(f"a checkpoint's `evaluations` are {found!r:.60}, which no run wrote") from None
 
@@ -125,12 +132,11 @@ class Evaluator:
             )
             self._sets[name] = (loader, loader.state_dict())
 
-    def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Return whether there is an evaluation after a step."""
-        every = self._settings.every
-        if step == 0:
-            return self._settings.at_start
-        return is_last or (every > 0 and step % every == 0)
+    def is_due(self, step: int, best: Best, *, is_last: bool) -> bool:
+        """Return whether there is an evaluation after a step, or before the first."""
+        every, is_done = self._settings.every, best.last == step
+        is_due = self._settings.at_start if step == 0 else is_last or (every > 0 and step % every == 0)
+        return is_due and not is_done
 
     def evaluate(self, step: int, gradients: Gradients[Any], best: Best) -> tuple[Evaluation, Best]:
         """Evaluate all sets; all ranks call it together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,15 +58,21 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """The file of metrics, which the first rank writes."""
+    """A file of lines in the order of steps, which the first rank writes."""
 
-    def __init__(self, path: Path, after: int) -> None:
-        """Open the file, and cut off lines of steps after `after`."""
+    def __init__(self, path: Path, after: int, kind: type[Any] = StepMetrics) -> None:
+        """Open the file, and cut off lines of steps after `after`.
+
+        Args:
+            path: of the file.
+            after: the last step whose lines stay.
+            kind: dataclass of a line; its first field is `step`.
+        """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_own(path, _OUT)
             try:
-                end = _end_of(self._file, path, after)
+                end = _end_of(self._file, path, after, kind)
             except BaseException:
                 self._file.close()
                 raise
@@ -77,9 +83,9 @@ class MetricsFile:
                 f"{path} can't be written: {error.strerror}; choose another run.output"
             ) from None
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Add a step."""
-        self._file.write(json.dumps(asdict(metrics)).encode() + b"\n")
+    def write(self, line: Any) -> None:
+        """Add a line."""
+        self._file.write(json.dumps(asdict(line)).encode() + b"\n")
         self._file.flush()
 
     def sync(self) -> None:
@@ -91,23 +97,23 @@ class MetricsFile:
         self._file.close()
 
 
-def check_metrics(path: Path) -> None:
+def check_lines(path: Path, kind: type[Any] = StepMetrics) -> None:
     """Refuse a file that no run wrote, before anything is built."""
     if not is_there(path):
         return
     try:
         with open_own(path, _OUT) as file:
-            _end_of(file, path, 0)
+            _end_of(file, path, 0, kind)
     except OSError as error:
         raise SettingError(f"{path} can't be written: {error.strerror}; {_OUT}") from None
 
 
-def _end_of(file: IO[bytes], path: Path, after: int) -> int:
+def _end_of(file: IO[bytes], path: Path, after: int, kind: type[Any]) -> int:
     """Return the end of the last whole line of a step up to `after`."""
     end = 0
     is_before = True
     for number, line in enumerate(file, start=1):
-        step = _step_of(line)
+        step = _step_of(line, kind)
         if step is None and (line.endswith(b"\n") or not _is_torn(line)):
             shown = line[:40].decode(errors="replace").strip()
             raise SettingError(
@@ -118,11 +124,13 @@ def _end_of(file: IO[bytes], path: Path, after: int) -> int:
     return end
 
 
-def _step_of(line: bytes) -> int | None:
+def _step_of(line: bytes, kind: type[Any]) -> int | None:
     """Return the step of a line, by the fields that every version writes; None if it is no line of a step."""
+    names = {field.name for field in fields(kind)}
+    ever = {field.name for field in fields(kind) if field.default is MISSING}
     try:
         found = json.loads(line)
-        return int(found["step"]) if _EVER <= found.keys() <= _NAMES else None
+        return int(found["step"]) if ever <= found.keys() <= names else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -134,5 +142,3 @@ def _is_torn(line: bytes) -> bool:
 
 
 _BEGIN = b'{"step": '
-_NAMES = {field.name for field in fields(StepMetrics)}
-_EVER = {name for name in _NAMES if not name.startswith("plan_")}

@@ -22,7 +22,7 @@ Tokens: TypeAlias = Annotated[int, TOKENS]
 """A number of tokens: a whole number, or in a file also a text such as "4k", which is 4,096."""
 MAX_SEED = 2**32 - 1
 """Every generator takes seeds up to here."""
-_TAKEN = {"", "checkpoints", "model", ".running", "plans.json", "hardware.json"}
+_TAKEN = {"", "checkpoints", "model", ".running", "plans.json", "hardware.json", "evaluations.jsonl"}
 """Names in the output folder that have another use."""
 
 

@@ -133,7 +133,7 @@ class StepDone:
 
 
 class Stepper(Generic[Batch]):
-    """Updates a model step by step; a step depends on the weights, the optimizer's state, its number and its batches."""
+    """Updates a model step by step; a step depends on weights, the optimizer's state, its number and its batches."""
 
     def __init__(
         self,
