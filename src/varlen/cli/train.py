@@ -14,9 +14,11 @@ from rich.progress import Progress, Task, TaskID
 
 from varlen.cli.options import print_json
 from varlen.cli.progress import FittedLine, Part, clock, require_training
+from varlen.counts import many
 from varlen.errors import SettingError
 
 if TYPE_CHECKING:
+    from varlen.train.evaluate import Evaluation, LengthLoss
     from varlen.train.metrics import StepMetrics
     from varlen.train.trainer import RunDisplay, RunOverview, Totals, TrainSummary
 
@@ -121,6 +123,8 @@ def _print_summary(summary: TrainSummary) -> None:
             print(f"  {_plan_words(totals)}")
         if overview.steps is not None and summary.steps < overview.steps:
             print(f"  the data ended at step {summary.steps:,} of {overview.steps:,}; {_to_go_on(summary)}")
+    if summary.best is not None:
+        print(f"  the lowest loss of an evaluation: {summary.best.loss:.4f}, after step {summary.best.step:,}")
     exposed = summary.exposed
     if exposed is not None:
         stall = f"{100 * exposed.stall:.2f} %" if exposed.stall > 0 else "none that stands out from the noise"
@@ -183,6 +187,27 @@ def step_words(metrics: StepMetrics) -> str:
     )
 
 
+def evaluation_words(evaluation: Evaluation) -> str:
+    """Return the losses of an evaluation: of each set, and by length of documents where that differs."""
+    best = " (the lowest so far)" if evaluation.is_best else ""
+    step = f"after step {evaluation.step:,}" if evaluation.step else "before the first step"
+    lines = [f"evaluation {step}: loss {evaluation.loss:.4f}{best}, {evaluation.seconds:.1f} s"]
+    for name, found in evaluation.sets.items():
+        lines.append(f"  {name}: {found.loss:.4f} over {many(found.documents, 'document')}")
+        parts = [part for part in found.by_length if part.loss is not None]
+        if len(parts) > 1:
+            by_length = (f"{length_words(part)} {part.loss:.4f}" for part in parts)
+            lines.append(f"    by tokens: {', '.join(by_length)}")
+    return "\n".join(lines)
+
+
+def length_words(part: LengthLoss) -> str:
+    """Return the lengths of a part of a set's documents."""
+    if part.up_to is None:
+        return f"over {part.above:,}:"
+    return f"up to {part.up_to:,}:" if not part.above else f"{part.above + 1:,} to {part.up_to:,}:"
+
+
 class Lines:
     """Writes a line every few steps."""
 
@@ -200,6 +225,10 @@ class Lines:
         is_first, self._steps = metrics.step == self._steps + 1, -2
         if is_first or metrics.step % self._every == 0 or metrics.step == self._last:
             self._console.print(f"step {metrics.step:,}  {step_words(metrics)}", markup=False, soft_wrap=True)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Print the losses of an evaluation."""
+        self._console.print(evaluation_words(evaluation), markup=False, soft_wrap=True)
 
     def note(self, sentence: str) -> None:
         """Print another sentence."""
@@ -247,6 +276,10 @@ class Live:
     def step(self, metrics: StepMetrics) -> None:
         """Move the bar."""
         self._bar.update(self._task, completed=metrics.step, metrics=metrics)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Print the losses of an evaluation above the bar."""
+        self._console.print(evaluation_words(evaluation), markup=False)
 
     def note(self, sentence: str) -> None:
         """Print another sentence above the bar, where nothing is cut."""

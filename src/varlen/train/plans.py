@@ -35,10 +35,12 @@ from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.split import check_ranks, cut_to_stage, devices_of, divide_layers
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh, Offload, Recompute, Sharding, StepPlan
+from varlen.train.affordable import affordable
 from varlen.train.model import as_saved, bare_model
 from varlen.train.parallel import Ranks, sharded
 from varlen.train.settings import PlanSettings, RunSettings, TrainSettings
 from varlen.train.step import DocumentLosses, Gradients, Part
+from varlen.types import Int32Array
 
 STATE: Final = "plans.json"
 """File in the run's folder that says how the last steps were planned. It is written after every step, so that steps
@@ -51,9 +53,24 @@ class RunPlans:
     """The source of a run's plans, and a record of how the last steps were planned."""
 
     def __init__(
-        self, given: GivenPlans, words: str, *, cost: CostModel | None = None, path: Path | None = None
+        self,
+        given: GivenPlans,
+        words: str,
+        *,
+        cost: CostModel | None = None,
+        path: Path | None = None,
+        of_evaluation: GivenPlans | None = None,
     ) -> None:
-        """Take what gives plans to the loader, and its description; on the first rank also costs and the record."""
+        """Take what gives plans to the loader, and its description; on the first rank also costs and the record.
+
+        Args:
+            given: to the loader of the run.
+            words: a description.
+            cost: what prices plans.
+            path: of the record.
+            of_evaluation: given to loaders of evaluations; None for `given`, which must be no planner then.
+        """
+        self.of_evaluation = given if of_evaluation is None else of_evaluation
         self.given, self.words, self._cost, self._path = given, words, cost, path
         self._belongs_to = ""
         self._choices: dict[str, list[str]] = {}
@@ -191,7 +208,20 @@ def plans_of(
         offload=plan.offload,
     )
     words += f", rates of {cost.hardware.name or 'a file'}"
-    return RunPlans(planner, words, cost=cost, path=settings.run.folder / STATE)
+
+    def of_evaluation(_: int, lengths: Int32Array) -> StepPlan:
+        return affordable(
+            lengths,
+            cost=cost,
+            mesh=mesh,
+            method=plan.quick,
+            search=quick,
+            recompute=plan.recompute,
+            offload=plan.offload,
+        )
+
+    path = settings.run.folder / STATE
+    return RunPlans(planner, words, cost=cost, path=path, of_evaluation=of_evaluation)
 
 
 def _even_slices(plan: PlanSettings) -> RunPlans:

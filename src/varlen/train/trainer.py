@@ -20,12 +20,13 @@ import torch
 from varlen import __version__
 from varlen.adapters import hf
 from varlen.batch.packed import PackedBatch
-from varlen.errors import SettingError, SourceError, VarlenError
+from varlen.errors import SourceError, VarlenError
 from varlen.feed.loader import PackedLoader
 from varlen.signals import SCHEDULERS, Stopped, end_soon, is_main_thread, was_interrupted
 from varlen.train.changes import BEGUN, WEIGHTS, WeightsMark, check_unchanged, checkpoint_of
-from varlen.train.checkpoint import Checkpoint, load, put_steps, read_weights, save, state_tensors
+from varlen.train.checkpoint import Checkpoint, load, name_of, put_steps, read_weights, save, state_tensors
 from varlen.train.claim import CHECKPOINTS, MODEL, claimed, prepare
+from varlen.train.evaluate import EVALUATIONS, Best, Evaluation, Evaluator
 from varlen.train.loaders import open_loader, steps_of
 from varlen.train.metrics import MetricsFile, StepMetrics
 from varlen.train.model import (
@@ -45,6 +46,9 @@ from varlen.train.plans import SliceGradients, plans_of
 from varlen.train.settings import TrainSettings
 from varlen.train.step import Gradients, PackGradients, StepDone, Stepper
 from varlen.train.tokens import as_data, run_tokenizer, write_tokenizer
+
+_EVALUATED = "evaluations"
+"""Key of a manifest: what a run remembers of its evaluations."""
 
 
 def train(settings: TrainSettings, display: RunDisplay, *, allow_changed: bool = False) -> TrainSummary:
@@ -98,8 +102,14 @@ class _Run:
         self._loader = stack.enter_context(open_loader(settings, self._config, self._tokenizer, ranks, given))
         self._done = self._saved = self._begun_at = 0
         self._changes: list[str] = []
+        self._best = Best()
         if found is not None:
             self._go_on(found, allow_changed)
+            self._best = Best.from_json(found.manifest.get(_EVALUATED))
+        self._evaluator: Evaluator | None = None
+        if settings.eval is not None:
+            plans = None if self._plans is None else self._plans.of_evaluation
+            self._evaluator = Evaluator(settings, self._config, self._tokenizer, ranks, plans, stack)
         self._steps = steps_of(self._loader, settings, self._begun_at)
         has_other_model = any("model." in sentence for sentence in self._changes)
         known = None if found is None or has_other_model else found.manifest.get(WEIGHTS)
@@ -111,10 +121,18 @@ class _Run:
             self._loader.start_prefetch()  # while the model is built
         self._stepper = self._build(found)
         self._overview = self._describe()
-        self._metrics: MetricsFile | None = None
-        if ranks.is_first:
-            self._metrics = MetricsFile(self._folder / settings.log.metrics, self._done)
-            stack.callback(self._metrics.close)
+        self._metrics = self._lines(settings.log.metrics, self._done, StepMetrics)
+        self._evaluations: MetricsFile | None = None
+        if self._evaluator is not None:
+            self._evaluations = self._lines(EVALUATIONS, self._best.last, Evaluation)
+
+    def _lines(self, name: str, after: int, kind: type[Any]) -> MetricsFile | None:
+        """Open a file of lines on the first rank."""
+        if not self._ranks.is_first:
+            return None
+        file = MetricsFile(self._folder / name, after, kind)
+        self._stack.callback(file.close)
+        return file
 
     def _go_on(self, found: Checkpoint, allow_changed: bool) -> None:
         """Continue from a checkpoint, and note which settings have changed since."""
@@ -179,13 +197,15 @@ class _Run:
         for sentence in (*self._changes, *self._tokenizer.words):
             self._notify("note", sentence)
         self._interrupt.defer()
-        while self._steps is None or self._done < self._steps:
+        self._evaluate(is_last=False)
+        while (self._steps is None or self._done < self._steps) and not self._is_over:
             launched = self._launch()
             if launched is None:
                 break
             stop = self._report()  # the step before, while a GPU computes this one
             self._done, self._pending = self._done + 1, launched
-            is_due = self._is_checkpoint_due()
+            is_best = self._evaluate(is_last=self._done == self._steps)
+            is_due = self._is_checkpoint_due() or is_best
             if self._ranks.device.type == "cpu" or is_due:
                 stop = self._report() or stop
             if stop or is_due:
@@ -198,10 +218,28 @@ class _Run:
             source = as_data(self._settings.data.source)
             named = source if isinstance(source, str) else ", ".join(source)
             raise SourceError(f"{named}: no document to train on; name other data as data.source")
+        self._evaluate(is_last=True)
         self._save()
         out, dtype = self._folder / MODEL, self._dtype
         export_model(self._weights(), self._config, out, self._ranks, dtype=dtype, beside=self._write_beside)
         return self._summary(self._measure())
+
+    def _evaluate(self, *, is_last: bool) -> bool:
+        """Evaluate if it is due; returns whether the checkpoint of this step is to be kept as the best."""
+        evaluator, settings = self._evaluator, self._settings.eval
+        if evaluator is None or not evaluator.is_due(self._done, self._best, is_last=is_last):
+            return False
+        self._report()
+        evaluation, self._best = evaluator.evaluate(self._done, self._stepper.gradients, self._best)
+        if self._evaluations is not None:
+            self._evaluations.write(evaluation)
+        self._notify("evaluation", evaluation)
+        return settings is not None and settings.keep_best and evaluation.is_best and self._done > 0
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the run ends early, since its loss on documents that aren't trained doesn't fall any more."""
+        return self._evaluator is not None and self._evaluator.is_over(self._best)
 
     def _launch(self) -> _Launched | None:
         """Launch a step, without waiting for a GPU; None at the end of the data."""
@@ -314,9 +352,11 @@ class _Run:
                 "settings": asdict(settings),
                 WEIGHTS: self._began_with.get(),
                 BEGUN: self._begun_at,
+                _EVALUATED: self._best.to_json(),
             },
             self._ranks,
             settings.run.keep,
+            self._best.step if settings.eval is not None and settings.eval.keep_best else None,
         )
         self._saved = self._done
 
@@ -325,15 +365,25 @@ class _Run:
         return state_tensors(stepper.model, stepper.gradients.parameters, stepper.optimizer, self._tied)
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the whole model's weights on the first rank; with plans, read from the checkpoint just saved."""
-        if self._settings.plan is None:
+        """Return the whole model's weights on the first rank; those of the best step or of plans from a checkpoint."""
+        best = self._best_checkpoint
+        if best is None and self._settings.plan is None:
             return whole_weights(self._stepper.model, self._tied)
-        return read_weights(self._newest) if self._ranks.is_first else {}
+        return read_weights(best or self._newest) if self._ranks.is_first else {}
+
+    @property
+    def _best_checkpoint(self) -> Path | None:
+        """Folder of the best step's checkpoint, if it is to be exported; None where the last step is."""
+        settings = self._settings.eval
+        if settings is None or not settings.keep_best or self._best.step in (self._done, -1):
+            return None
+        folder = self._checkpoints / name_of(self._best.step)
+        return folder if folder.is_dir() else None
 
     @property
     def _newest(self) -> Path:
         """Folder of this step's checkpoint."""
-        return self._checkpoints / f"step-{self._done:08d}"
+        return self._checkpoints / name_of(self._done)
 
     def _write_beside(self, folder: Path) -> None:
         """Write the tokenizer and the generation settings into the model's folder."""
@@ -348,7 +398,7 @@ class _Run:
             self._loader, self._stepper, self._ranks, self._done + 1, lambda text: self._notify("note", text)
         )
 
-    def _notify(self, what: Literal["begin", "step", "note"], about: Any) -> None:
+    def _notify(self, what: Literal["begin", "step", "evaluation", "note"], about: Any) -> None:
         if self._ranks.is_first:
             getattr(self._display, what)(about)
 
@@ -362,6 +412,7 @@ class _Run:
             model_folder=str(self._folder / MODEL),
             metrics=str(self._folder / self._settings.log.metrics),
             exposed=exposed,
+            best=None if self._best.step < 0 else self._best,
         )
 
 
@@ -448,6 +499,8 @@ class TrainSummary:
     model_folder: str
     metrics: str
     exposed: Exposed | None = None
+    best: Best | None = None
+    """The lowest loss on documents that aren't trained; None without `[eval]`."""
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON has it."""
@@ -466,6 +519,9 @@ class RunDisplay(Protocol):
 
     def step(self, metrics: StepMetrics) -> None:
         """Show a finished step."""
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Show losses on documents that aren't trained."""
 
     def note(self, sentence: str) -> None:
         """Show any other sentence."""
