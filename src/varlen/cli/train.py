@@ -124,7 +124,9 @@ def _print_summary(summary: TrainSummary) -> None:
         if overview.steps is not None and summary.steps < overview.steps:
             print(f"  the data ended at step {summary.steps:,} of {overview.steps:,}; {_to_go_on(summary)}")
     if summary.best is not None:
-        print(f"  the lowest loss of an evaluation: {summary.best.loss:.4f}, after step {summary.best.step:,}")
+        print(
+            f"  the lowest loss of an evaluation: {summary.best.loss:.4f}, after step {summary.best.step:,}"
+        )
     exposed = summary.exposed
     if exposed is not None:
         stall = f"{100 * exposed.stall:.2f} %" if exposed.stall > 0 else "none that stands out from the noise"

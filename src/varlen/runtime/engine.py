@@ -282,7 +282,9 @@ class SliceEngine:
             loss=totals.loss,
             num_targets=totals.num_targets,
             document_losses=means(losses) if document_losses and losses is not None else None,
-            document_targets=losses[1].long().cpu().numpy() if document_losses and losses is not None else None,
+            document_targets=losses[1].long().cpu().numpy()
+            if document_losses and losses is not None
+            else None,
             log_probs=None if of_tokens is None else _at_labels(batch, 0.0 - of_tokens),
         )
 

@@ -125,7 +125,7 @@ def save(
     keep: int,
     best: int | None = None,
 ) -> Path:
-    """Write a checkpoint, and remove all but the newest `keep` and that of step `best`; all ranks call it together."""
+    """Write a checkpoint, and remove all but the newest `keep` and that of `best`; all ranks call it together."""
     final, partial = folder / name_of(step), folder / f".{name_of(step)}.part"
     with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}", folder):
         if ranks.is_first:

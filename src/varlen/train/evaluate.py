@@ -22,7 +22,6 @@ from varlen.train.settings import EvalSettings, TrainSettings
 from varlen.train.step import Gradients
 from varlen.train.tokens import RunTokenizer, tokenizer_of_set
 
-
 EVALUATIONS: Final = "evaluations.jsonl"
 """File in a run's folder with one line an evaluation."""
 
@@ -125,7 +124,9 @@ class Evaluator:
         self._capacity = settings.data.capacity
         self._sets: dict[str, tuple[PackedLoader, Mapping[str, Any]]] = {}
         for name in settings.eval.sets:
-            data = replace(settings.data, source=settings.eval.source_of(name), shuffle=False, worker="thread")
+            data = replace(
+                settings.data, source=settings.eval.source_of(name), shuffle=False, worker="thread"
+            )
             of_set = tokenizer_of_set(name, data, tokenizer)
             loader = stack.enter_context(
                 open_loader(replace(settings, data=data), config, of_set, ranks, plans, epochs=1)
@@ -170,8 +171,8 @@ class Evaluator:
         documents, tokens, sums, weights = every
         if not sum(weights):
             raise SourceError(
-                f"eval.sets.{name} ({self._settings.sets[name]}) has no target: no document of two tokens or more, or "
-                "no labels; name a set with labels"
+                f"eval.sets.{name} ({self._settings.sets[name]}) has no target: no document of two tokens or more, "
+                "or no labels; name a set with labels"
             )
         return SetLoss(
             loss=math.fsum(sums) / math.fsum(weights),
@@ -200,4 +201,3 @@ def _packs(loader: PackedLoader, settings: EvalSettings, capacity: int) -> Itera
         if number >= steps * loader.micro_batches:
             return
         yield batch
-

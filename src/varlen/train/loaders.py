@@ -76,6 +76,6 @@ def steps_of(loader: PackedLoader, settings: TrainSettings, begun_at: int = 0) -
             return None
         named = f"optimizer.warmup_share = {warmup:g}" if warmup else f'optimizer.schedule = "{schedule}"'
         raise SettingError(
-            f"{named} needs the number of steps, which this data doesn\'t say; set '
+            f"{named} needs the number of steps, which this data doesn't say; set "
             'run.steps, or optimizer.schedule = "constant" and optimizer.warmup_steps'
         ) from None

@@ -297,7 +297,8 @@ class SliceGradients(Gradients[PackedBatch]):
             found = self._engine.evaluate(batch, document_losses=True)
         finally:
             self.model.train()
-        assert found.document_losses is not None and found.document_targets is not None, "they were asked for"
+        assert found.document_losses is not None, "they were asked for"
+        assert found.document_targets is not None, "they were asked for"
         # Every rank has the losses of the whole step.
         weights = found.document_targets * float(self._ranks.is_first)
         lengths = batch.document_lengths if batch.plan is None else batch.plan.lengths

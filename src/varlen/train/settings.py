@@ -304,7 +304,7 @@ class PlanSettings:
 class EvalSettings:
     """`[eval]`: losses on documents that aren't trained, in between and at the end.
 
-    They are read as those of `[data]` are: by the same tokenizer, columns and template, in packs of the same capacity.
+    They are read as those of `[data]`: by the same tokenizer, columns and template, in packs of the same capacity.
     """
 
     sets: Mapping[str, Any]
@@ -346,9 +346,7 @@ class EvalSettings:
                 f"eval.monitor is {self.monitor!r}, which is no set of [eval.sets]; the nearest is {near!r}"
             )
         if list(self.lengths) != sorted({length for length in self.lengths if length > 0}):
-            raise SettingError(
-                f"eval.lengths must rise and be above 0, got {_shown(list(self.lengths))}"
-            )
+            raise SettingError(f"eval.lengths must rise and be above 0, got {_shown(list(self.lengths))}")
 
     def source_of(self, name: str) -> str | tuple[str, ...]:
         """Return the source of a set, as `DataSettings.source`."""

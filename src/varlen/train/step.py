@@ -262,7 +262,9 @@ def _documents_of(batch: PackedBatch) -> tuple[IntArray, IntArray]:
     """Return each position's document, from 1 on and 0 at padding, and the lengths of the documents."""
     segments = np.atleast_2d(np.asarray(batch.segment_ids)).astype(np.int64)
     before = np.cumsum(np.append(0, segments.max(axis=1) + 1))[:-1]
-    return np.where(segments < 0, 0, segments + 1 + before[:, None]).ravel(), np.asarray(batch.document_lengths)
+    return np.where(segments < 0, 0, segments + 1 + before[:, None]).ravel(), np.asarray(
+        batch.document_lengths
+    )
 
 
 def unweighted(batch: PackedBatch) -> PackedBatch:
@@ -319,7 +321,8 @@ def target_losses(
         known *= torch.nn.functional.pad(weights[:, 1:], (0, 1)).reshape(-1)
     blocks = zip(logits.reshape(-1, logits.shape[-1]).split(BLOCK), targets.split(BLOCK))
     losses = [
-        cross_entropy(block.float(), wanted, ignore_index=IGNORE_INDEX, reduction="none") for block, wanted in blocks
+        cross_entropy(block.float(), wanted, ignore_index=IGNORE_INDEX, reduction="none")
+        for block, wanted in blocks
     ]
     return torch.cat(losses) * known, known
 

@@ -365,7 +365,7 @@ class _Run:
         return state_tensors(stepper.model, stepper.gradients.parameters, stepper.optimizer, self._tied)
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
-        """Return the whole model's weights on the first rank; those of the best step or of plans from a checkpoint."""
+        """Return the whole model's weights on the first rank; of the best step, or with plans, from a checkpoint."""
         best = self._best_checkpoint
         if best is None and self._settings.plan is None:
             return whole_weights(self._stepper.model, self._tied)
