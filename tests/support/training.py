@@ -77,6 +77,7 @@ class Notes:
     def __init__(self) -> None:
         self.overviews: list[Any] = []
         self.steps: list[Any] = []
+        self.evaluations: list[Any] = []
         self.said: list[str] = []
 
     def begin(self, overview: Any) -> None:
@@ -84,6 +85,9 @@ class Notes:
 
     def step(self, metrics: Any) -> None:
         self.steps.append(metrics)
+
+    def evaluation(self, evaluation: Any) -> None:
+        self.evaluations.append(evaluation)
 
     def note(self, sentence: str) -> None:
         self.said.append(sentence)

@@ -44,8 +44,8 @@ from varlen.train import plans as pricing
 from varlen.train.affordable import affordable
 from varlen.train.parallel import Ranks
 from varlen.train.plans import WIDE, with_wide_rows
+from varlen.train.optimizers import make_optimizer
 from varlen.train.settings import OptimizerSettings
-from varlen.train.step import make_optimizer
 from varlen.train.trainer import train
 
 STEPS = 200 if IS_SOAK else 60

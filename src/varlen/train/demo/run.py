@@ -19,8 +19,9 @@ from varlen.train.demo.job import Job, StepRecord, current_bytes, now, peak_byte
 from varlen.train.demo.orders import Order, batches_as_packing, most_crowded_pack
 from varlen.train.demo.settings import DemoSettings, LayoutName
 from varlen.train.parallel import Ranks
+from varlen.train.optimizers import make_optimizer
 from varlen.train.settings import OptimizerSettings
-from varlen.train.step import Gradients, Part, Stepper, make_optimizer
+from varlen.train.step import Gradients, Part, Stepper
 from varlen.verify.models.isolation import IsolationReport, check_isolation
 
 _FEW_DOCUMENTS = 4
@@ -148,7 +149,7 @@ class Run:
         optimizer = OptimizerSettings(learning_rate=job.settings.learning_rate, weight_decay=0.0)
         self._stepper = Stepper(
             LayoutGradients(self.model),
-            make_optimizer(self.model.parameters(), optimizer, torch.device("cpu")),
+            make_optimizer(dict(self.model.named_parameters()), optimizer, torch.device("cpu")),
             ranks=Ranks(),
             seed=job.seed,
         )
