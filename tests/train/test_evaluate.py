@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tests.support.chats import write_chats
+from tests.support.offline_packs import write_chats
 from tests.support.training import Notes, metrics_of, rewound, same_end, settings, steps_of, weights_of
 from transformers import LlamaForCausalLM
 
@@ -24,7 +24,7 @@ from varlen.train.trainer import train
 def valid(tmp_path_factory):
     """Other chats than those that are trained, as rows and as tokens."""
     folder = tmp_path_factory.mktemp("valid")
-    write_chats(folder / "valid.jsonl", 17, seed=5)
+    write_chats(folder / "valid.jsonl", 17)
     index_source(open_source(str(folder / "valid.jsonl")), folder / "valid")
     return folder
 
@@ -64,7 +64,9 @@ def test_the_loss_is_that_of_transformers_on_the_same_documents(run, valid):
     wanted = list(_losses(model, valid / "valid"))
     found = notes.evaluations[-1].sets["chats"]
 
-    assert found.loss == pytest.approx(sum(row[1] for row in wanted) / sum(row[2] for row in wanted), rel=1e-6)
+    assert found.loss == pytest.approx(
+        sum(row[1] for row in wanted) / sum(row[2] for row in wanted), rel=1e-6
+    )
     assert (found.documents, found.tokens) == (len(wanted), sum(row[0] for row in wanted))
     for part in found.by_length:
         own = [row for row in wanted if part.above < row[0] <= (part.up_to or math.inf)]
@@ -151,8 +153,15 @@ def test_slices_evaluate_to_the_same_losses(run, store, valid, tmp_path, plan):
     shutil.rmtree(copy / "model")
     (copy / "evaluations.jsonl").unlink()
     manifest_free = settings(
-        store, tmp_path / "sliced", run__steps=1, optimizer__learning_rate=0.0, model__type=None,
-        model__settings={}, model__path=str(output / "model"), plan__slice_tokens=plan["slice_tokens"], **_sets(valid),
+        store,
+        tmp_path / "sliced",
+        run__steps=1,
+        optimizer__learning_rate=0.0,
+        model__type=None,
+        model__settings={},
+        model__path=str(output / "model"),
+        plan__slice_tokens=plan["slice_tokens"],
+        **_sets(valid),
     )
     notes = Notes()
     train(manifest_free, notes)
@@ -169,7 +178,10 @@ def test_slices_evaluate_to_the_same_losses(run, store, valid, tmp_path, plan):
     [
         ({"sets": {}}, r"\[eval.sets\] names no set"),
         ({"sets": {"chats": 3}}, "eval.sets.chats must be a text in quotes or a list of texts, got 3"),
-        ({"monitor": "chat"}, "eval.monitor is 'chat', which is no set of .eval.sets.; the nearest is 'chats'"),
+        (
+            {"monitor": "chat"},
+            "eval.monitor is 'chat', which is no set of .eval.sets.; the nearest is 'chats'",
+        ),
         ({"lengths": [80, 40]}, r"eval.lengths must rise and be above 0, got \[80, 40\]"),
         ({"patience": 0}, "eval.patience must be at least 1"),
     ],

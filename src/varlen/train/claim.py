@@ -8,6 +8,7 @@
       model/           the trained model with its tokenizer, `model.py`
       metrics.jsonl    one line a step, `metrics.py`
       evaluations.jsonl   one line an evaluation, `evaluate.py`
+      trackers.json    the run's names in trackers, `trackers.py`
       plans.json       how steps were planned, `plans.py`
       hardware.json    rates of this machine, where they were measured
 """
@@ -32,6 +33,7 @@ from varlen.train.metrics import check_lines
 from varlen.train.model import clear_models
 from varlen.train.plans import MEASURED, STATE
 from varlen.train.settings import RunSettings
+from varlen.train.trackers import RECORDS, check_records
 
 _NAME = ".running"
 _WRITTEN, _MOST_BYTES = re.compile(rb"process \d+\n?"), 64
@@ -105,11 +107,12 @@ def prepare(run: RunSettings, metrics: str) -> None:
     """
     folder = run.folder
     is_folder(folder / CHECKPOINTS, "checkpoints go to", _OUT)
-    for name in (STATE, MEASURED):
+    for name in (STATE, MEASURED, RECORDS):
         refuse_link(folder / name, _OUT)
     check_lines(folder / metrics)
     check_lines(folder / EVALUATIONS, Evaluation)
     _check_plans(folder / STATE)
+    check_records(folder / RECORDS)
     if is_there(folder / MEASURED):
         if not (folder / MEASURED).is_file():
             raise SettingError(f"{folder / MEASURED} is no file; {_OUT}")

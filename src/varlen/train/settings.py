@@ -22,7 +22,16 @@ Tokens: TypeAlias = Annotated[int, TOKENS]
 """A number of tokens: a whole number, or in a file also a text such as "4k", which is 4,096."""
 MAX_SEED = 2**32 - 1
 """Every generator takes seeds up to here."""
-_TAKEN = {"", "checkpoints", "model", ".running", "plans.json", "hardware.json", "evaluations.jsonl"}
+_TAKEN = {
+    "",
+    "checkpoints",
+    "model",
+    ".running",
+    "plans.json",
+    "hardware.json",
+    "evaluations.jsonl",
+    "trackers.json",
+}
 """Names in the output folder that have another use."""
 
 
@@ -354,6 +363,24 @@ class EvalSettings:
         return source if isinstance(source, str) else tuple(source)
 
 
+Tracking = Literal["tensorboard", "wandb", "mlflow"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackSettings:
+    """`[track]`: trackers that record metrics and evaluations, beside the files in `run.output`.
+
+    Where and how they send is set as for the library itself, such as by WANDB_MODE or MLFLOW_TRACKING_URI.
+    """
+
+    to: tuple[Tracking, ...] = ()
+    """The trackers; each must be installed. TensorBoard writes into `run.output`."""
+    project: str = "varlen"
+    """The project of Weights & Biases, and the experiment of MLflow."""
+    name: str | None = None
+    """The name of the run; left out: the tracker's choice."""
+
+
 def _is_texts(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
 
@@ -370,6 +397,7 @@ class TrainSettings:
     measure: MeasureSettings = field(default_factory=MeasureSettings)
     plan: PlanSettings | None = None
     eval: EvalSettings | None = None
+    track: TrackSettings | None = None
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.model.attention != "auto":
@@ -553,12 +581,18 @@ def _in_words(options: Sequence[Any]) -> str:
         if get_origin(option) is Literal:
             words.append(" or ".join(f'"{choice}"' for choice in get_args(option)))
         elif get_origin(option) is tuple:
-            words.append("a list of " + ("texts" if get_args(option)[0] is str else "whole numbers"))
+            words.append(f"a list of {_items_of(get_args(option)[0])}")
         else:
             words.append(
                 "a table" if is_dataclass(option) else _WORDS.get(get_origin(option) or option, "a table")
             )
     return " or ".join(words)
+
+
+def _items_of(item: Any) -> str:
+    if get_origin(item) is Literal:
+        return " or ".join(f'"{choice}"' for choice in get_args(item))
+    return "texts" if item is str else "whole numbers"
 
 
 def _meant(options: Sequence[Any], value: Any) -> str:

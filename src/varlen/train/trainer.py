@@ -46,6 +46,7 @@ from varlen.train.plans import SliceGradients, plans_of
 from varlen.train.settings import TrainSettings
 from varlen.train.step import Gradients, PackGradients, StepDone, Stepper
 from varlen.train.tokens import as_data, run_tokenizer, write_tokenizer
+from varlen.train.trackers import Tracked, check_trackers, trackers_of
 
 _EVALUATED = "evaluations"
 """Key of a manifest: what a run remembers of its evaluations."""
@@ -91,6 +92,9 @@ class _Run:
         self._interrupt, self._totals, self._total_tokens = interrupt, Totals(), 0
         self._replay = Replay(most=settings.measure.steps) if settings.measure.exposed_data else None
         self._pending: _Launched | None = None
+        self._tracked: Tracked | None = None
+        if settings.track is not None:
+            check_trackers(settings.track)
         self._tokenizer = run_tokenizer(settings.data, settings.model)
         self._config = model_config(settings.model, self._tokenizer.vocab_size)
         self._dtype = saved_dtype(self._config, settings.model)
@@ -122,6 +126,9 @@ class _Run:
         self._stepper = self._build(found)
         self._overview = self._describe()
         self._metrics = self._lines(settings.log.metrics, self._done, StepMetrics)
+        if settings.track is not None and ranks.is_first:
+            note = partial(self._notify, "note")
+            self._tracked = stack.enter_context(trackers_of(settings, self._done, note))
         self._evaluations: MetricsFile | None = None
         if self._evaluator is not None:
             self._evaluations = self._lines(EVALUATIONS, self._best.last, Evaluation)
@@ -401,6 +408,8 @@ class _Run:
     def _notify(self, what: Literal["begin", "step", "evaluation", "note"], about: Any) -> None:
         if self._ranks.is_first:
             getattr(self._display, what)(about)
+            if self._tracked is not None and what in ("step", "evaluation"):
+                getattr(self._tracked, what)(about)
 
     def _summary(self, exposed: Exposed | None) -> TrainSummary:
         return TrainSummary(

@@ -18,8 +18,8 @@ from varlen.train.demo.corpus import Documents
 from varlen.train.demo.job import Job, StepRecord, current_bytes, now, peak_bytes, reset_peak
 from varlen.train.demo.orders import Order, batches_as_packing, most_crowded_pack
 from varlen.train.demo.settings import DemoSettings, LayoutName
-from varlen.train.parallel import Ranks
 from varlen.train.optimizers import make_optimizer
+from varlen.train.parallel import Ranks
 from varlen.train.settings import OptimizerSettings
 from varlen.train.step import Gradients, Part, Stepper
 from varlen.verify.models.isolation import IsolationReport, check_isolation

@@ -1,0 +1,235 @@
+"""Trackers of experiments: TensorBoard, Weights & Biases and MLflow behind one protocol.
+
+A run that goes on after a stop continues its record: steps that are trained again have the same numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from varlen.errors import SettingError, described
+from varlen.files.ours import open_own, write_json
+from varlen.parsed import parse_json
+from varlen.regular import read_regular
+from varlen.train.evaluate import Evaluation
+from varlen.train.metrics import StepMetrics
+from varlen.train.settings import TrackSettings, TrainSettings
+
+RECORDS: Final = "trackers.json"
+"""File in a run's folder with the names of its records."""
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+_OUT = "move it away, or choose another run.output"
+
+
+class Tracker(Protocol):
+    """Records numbers of a run; only the first rank has one."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Record numbers of a step, by names such as "train/loss"."""
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+
+
+def check_trackers(settings: TrackSettings) -> None:
+    """Refuse a tracker that isn't installed."""
+    for name in settings.to:
+        if importlib.util.find_spec(_PACKAGES[name]) is None:
+            raise SettingError(
+                f'track.to names "{name}", which isn\'t installed; install it (pip install {_PACKAGES[name]}), or '
+                "leave it out"
+            )
+
+
+@contextmanager
+def trackers_of(settings: TrainSettings, done: int, note: Callable[[str], object]) -> Iterator[Tracked]:
+    """Yield the trackers of a run, open until the block ends.
+
+    Args:
+        settings: of the run.
+        done: steps that are trained already; 0 for a new run.
+        note: shows a sentence.
+    """
+    assert settings.track is not None, "such a run is tracked"
+    check_trackers(settings.track)
+    folder = settings.run.folder
+    records = _records(folder / RECORDS) if done else {}
+    configuration = json.loads(json.dumps(asdict(settings), default=str))
+    opened = Tracked(note)
+    try:
+        for name in settings.track.to:
+            records.setdefault(name, secrets.token_hex(8))
+            opened.add(name, _OPENED[name](settings.track, folder, configuration, records, done))
+        write_json(folder / RECORDS, records)
+        yield opened
+    finally:
+        opened.close()
+
+
+def _records(path: Path) -> dict[str, str]:
+    """Return the names of a run's records; none if the run wasn't tracked before."""
+    if not path.exists():
+        return {}
+    try:
+        found = parse_json(read_regular(path))
+        return {str(name): str(record) for name, record in found.items() if name in _PACKAGES}
+    except (OSError, ValueError, AttributeError) as error:
+        raise SettingError(f"{path} can't be read ({error}); {_OUT}") from None
+
+
+def check_records(path: Path) -> None:
+    """Refuse a file that isn't a list of records."""
+    if path.exists():
+        open_own(path, _OUT).close()
+        _records(path)
+
+
+class Tracked:
+    """Several trackers as one; one that fails is left out from then on, so that training goes on."""
+
+    def __init__(self, note: Callable[[str], object]) -> None:
+        self._note, self._trackers = note, dict[str, Tracker]()
+
+    def add(self, name: str, tracker: Tracker) -> None:
+        """Add a tracker."""
+        self._trackers[name] = tracker
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Record a step."""
+        self._log(
+            {
+                f"train/{name}": float(value)
+                for name, value in asdict(metrics).items()
+                if name != "step" and isinstance(value, int | float)
+            },
+            metrics.step,
+        )
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Record the losses of an evaluation."""
+        values = {"eval/loss": evaluation.loss, "eval/seconds": evaluation.seconds}
+        for name, found in evaluation.sets.items():
+            values[f"eval/{name}/loss"] = found.loss
+            for part in found.by_length:
+                if part.loss is not None:
+                    above = f"over_{part.above}" if part.up_to is None else f"up_to_{part.up_to}"
+                    values[f"eval/{name}/loss_{above}"] = part.loss
+        self._log(values, evaluation.step)
+
+    def close(self) -> None:
+        """Close all trackers."""
+        for name in list(self._trackers):
+            self._tried(name, self._trackers[name].close)
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        for name in list(self._trackers):
+            tracker = self._trackers[name]
+            self._tried(name, lambda tracker=tracker: tracker.log(values, step))
+
+    def _tried(self, name: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as error:  # libraries raise errors of many types
+            del self._trackers[name]
+            self._note(f"{name} isn't tracked to any more, and training goes on: {described(error)}")
+
+
+class _TensorBoard:
+    def __init__(
+        self, settings: TrackSettings, folder: Path, configuration: Any, records: dict[str, str], done: int
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Steps after the checkpoint, which are trained again, are removed.
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
+        if not done:
+            self._writer.add_text("settings", f"```\n{json.dumps(configuration, indent=1)}\n```")
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    def __init__(
+        self, settings: TrackSettings, folder: Path, configuration: Any, records: dict[str, str], done: int
+    ) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=settings.project,
+            name=settings.name,
+            id=records["wandb"],
+            resume="allow",
+            dir=str(folder),
+            config=configuration,
+        )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(
+        self, settings: TrackSettings, folder: Path, configuration: Any, records: dict[str, str], done: int
+    ) -> None:
+        from mlflow import MlflowClient
+
+        self._client: Any = MlflowClient()
+        if done and len(records["mlflow"]) > 16:  # a run of MLflow, and no name of ours
+            self._id = records["mlflow"]
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        found = self._client.get_experiment_by_name(settings.project)
+        experiment = (
+            self._client.create_experiment(settings.project) if found is None else found.experiment_id
+        )
+        self._id = records["mlflow"] = self._client.create_run(experiment, run_name=settings.name).info.run_id
+        for name, value in _flat(configuration):
+            self._client.log_param(self._id, name, str(value)[:500])
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = _now_ms()
+        self._client.log_batch(
+            self._id, metrics=[Metric(name, value, now, step) for name, value in values.items()]
+        )
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+_OPENED: dict[str, Callable[..., Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WeightsAndBiases,
+    "mlflow": _MLflow,
+}
+
+
+def _flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings by their dotted names."""
+    for key, value in table.items():
+        dotted = f"{name}.{key}" if name else key
+        if isinstance(value, Mapping):
+            yield from _flat(value, dotted)
+        else:
+            yield dotted, value
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
