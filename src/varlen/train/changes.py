@@ -29,7 +29,7 @@ WEIGHTS, BEGUN = "weights", "data_begun_at"
 """Keys of a manifest: the weights that a run began with, and the step at which its data was restarted."""
 _REFUSED = ("data.capacity", "data.global_batch_size", "run.seed", "run.precision")
 _OF_THE_LOADER = _REFUSED[:3]
-_SAID = ("optimizer", "run", "log", "plan", "model.dtype", "model.attention")
+_SAID = ("optimizer", "run", "log", "plan", "eval", "model.dtype", "model.attention")
 _PLACES = ("run.output", "run.resume")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from varlen.errors import SettingError, described
 from varlen.files.ours import open_own, write_json
@@ -31,6 +31,9 @@ _OUT = "move it away, or choose another run.output"
 
 class Tracker(Protocol):
     """Records numbers of a run; only the first rank has one."""
+
+    record: str
+    """The tracker's name of the run, by which it goes on after a stop."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers of a step, by names such as "train/loss"."""
@@ -66,8 +69,10 @@ def trackers_of(settings: TrainSettings, done: int, note: Callable[[str], object
     opened = Tracked(note)
     try:
         for name in settings.track.to:
-            records.setdefault(name, secrets.token_hex(8))
-            opened.add(name, _OPENED[name](settings.track, folder, configuration, records, done))
+            run = _Run(settings.track, folder, configuration, records.get(name), done)
+            tracker = _OPENED[name](run)
+            records[name] = tracker.record
+            opened.add(name, tracker)
         write_json(folder / RECORDS, records)
         yield opened
     finally:
@@ -142,16 +147,28 @@ class Tracked:
             self._note(f"{name} isn't tracked to any more, and training goes on: {described(error)}")
 
 
+class _Run(NamedTuple):
+    """What a tracker is opened for."""
+
+    settings: TrackSettings
+    folder: Path
+    configuration: Mapping[str, Any]
+    record: str | None
+    """That the run had before it stopped; None for a new one."""
+    done: int
+    """Steps that are trained already."""
+
+
 class _TensorBoard:
-    def __init__(
-        self, settings: TrackSettings, folder: Path, configuration: Any, records: dict[str, str], done: int
-    ) -> None:
+    def __init__(self, run: _Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self.record = "tensorboard"
         # Steps after the checkpoint, which are trained again, are removed.
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else None)
-        if not done:
-            self._writer.add_text("settings", f"```\n{json.dumps(configuration, indent=1)}\n```")
+        purge = run.done + 1 if run.done else None
+        self._writer: Any = SummaryWriter(str(run.folder / self.record), purge_step=purge)
+        if run.record is None:
+            self._writer.add_text("settings", f"```\n{json.dumps(run.configuration, indent=1)}\n```")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -162,18 +179,17 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    def __init__(
-        self, settings: TrackSettings, folder: Path, configuration: Any, records: dict[str, str], done: int
-    ) -> None:
+    def __init__(self, run: _Run) -> None:
         import wandb
 
+        self.record = run.record or secrets.token_hex(8)
         self._run: Any = wandb.init(
-            project=settings.project,
-            name=settings.name,
-            id=records["wandb"],
+            project=run.settings.project,
+            name=run.settings.name,
+            id=self.record,
             resume="allow",
-            dir=str(folder),
-            config=configuration,
+            dir=str(run.folder),
+            config=dict(run.configuration),
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -184,37 +200,33 @@ class _WeightsAndBiases:
 
 
 class _MLflow:
-    def __init__(
-        self, settings: TrackSettings, folder: Path, configuration: Any, records: dict[str, str], done: int
-    ) -> None:
+    def __init__(self, run: _Run) -> None:
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient()
-        if done and len(records["mlflow"]) > 16:  # a run of MLflow, and no name of ours
-            self._id = records["mlflow"]
-            self._client.update_run(self._id, status="RUNNING")
+        if run.record is not None:
+            self.record = run.record
+            self._client.update_run(self.record, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(settings.project)
-        experiment = (
-            self._client.create_experiment(settings.project) if found is None else found.experiment_id
-        )
-        self._id = records["mlflow"] = self._client.create_run(experiment, run_name=settings.name).info.run_id
-        for name, value in _flat(configuration):
-            self._client.log_param(self._id, name, str(value)[:500])
+        project = run.settings.project
+        found = self._client.get_experiment_by_name(project)
+        experiment = self._client.create_experiment(project) if found is None else found.experiment_id
+        self.record = self._client.create_run(experiment, run_name=run.settings.name).info.run_id
+        for name, value in _flat(run.configuration):
+            self._client.log_param(self.record, name, str(value)[:500])
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
-        now = _now_ms()
-        self._client.log_batch(
-            self._id, metrics=[Metric(name, value, now, step) for name, value in values.items()]
-        )
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self.record, metrics=metrics)
 
     def close(self) -> None:
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self.record)
 
 
-_OPENED: dict[str, Callable[..., Tracker]] = {
+_OPENED: dict[str, Callable[[_Run], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WeightsAndBiases,
     "mlflow": _MLflow,
@@ -229,7 +241,3 @@ def _flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, dotted)
         else:
             yield dotted, value
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1000)
