@@ -175,6 +175,9 @@ class RunSettings:
     parallel: Literal["none", "ddp", "fsdp"] = "ddp"
     """How the processes of `torchrun` share the work; one process needs none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    checkpoint_activations: bool = False
+    """Whether each layer keeps only its input, and is computed again in the backward pass: a third more time, far less
+    memory. Of slices, `plan.recompute` decides."""
     threads: int | None = None
     """CPU threads per process; runs are bitwise equal only with the same number."""
     timeout_s: float = 600.0
@@ -363,6 +366,30 @@ class EvalSettings:
         return source if isinstance(source, str) else tuple(source)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSettings:
+    """`[adapter]`: train a low-rank adapter of the model alone (needs peft); may be empty."""
+
+    method: Literal["lora", "dora"] = "lora"
+    """"dora" also learns the magnitude of each row."""
+    rank: int = 16
+    """Of the two matrices that are learned for each layer."""
+    alpha: float = 32.0
+    """Their product is added to the layer's weights `alpha / rank` times."""
+    dropout: float = 0.0
+    """Of the adapter's inputs."""
+    targets: tuple[str, ...] = ()
+    """Names of layers that get an adapter, such as "q_proj"; left out: all linear layers but the output head."""
+    export: Literal["adapter", "merged"] = "adapter"
+    """What is exported: the adapter as peft saves it, or the whole model with the adapter in its weights."""
+
+    def __post_init__(self) -> None:
+        _check_range("adapter.rank", self.rank, 1)
+        _check_range("adapter.dropout", self.dropout, 0, 1)
+        if not self.alpha > 0:
+            raise SettingError(f"adapter.alpha must be above 0, got {self.alpha:g}")
+
+
 Tracking = Literal["tensorboard", "wandb", "mlflow"]
 
 
@@ -398,12 +425,18 @@ class TrainSettings:
     plan: PlanSettings | None = None
     eval: EvalSettings | None = None
     track: TrackSettings | None = None
+    adapter: AdapterSettings | None = None
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.model.attention != "auto":
             raise SettingError(
                 f'model.attention = "{self.model.attention}" and [plan]: slices bring their own attention; leave one '
                 "of them out"
+            )
+        if self.plan is not None and self.run.checkpoint_activations:
+            raise SettingError(
+                "run.checkpoint_activations is for whole packs, and [plan] runs slices; leave it out: plan.recompute "
+                "decides what is computed again"
             )
 
 

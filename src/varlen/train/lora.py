@@ -1,0 +1,113 @@
+"""Low-rank adapters by peft: added to a model, trained alone, and saved by themselves or merged into its weights."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from varlen.errors import SettingError
+from varlen.train.settings import AdapterSettings
+
+_NAME = "default"
+"""Of the adapter, within peft's layers."""
+_ADDED = "base_model.model."
+"""What peft puts before names in its files."""
+
+
+def add_adapter(model: Any, settings: AdapterSettings) -> None:
+    """Add an adapter to a model, in place; all other parameters are frozen."""
+    if importlib.util.find_spec("peft") is None:
+        raise SettingError(
+            "[adapter] needs peft, which isn't installed; install it (pip install peft), or leave the table out"
+        )
+    from peft import inject_adapter_in_model
+
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    targets = _targets(model, settings)
+    try:
+        inject_adapter_in_model(_config(settings, targets), model, adapter_name=_NAME)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise SettingError(f"peft refuses the adapter: {reason}; change adapter.targets") from None
+
+
+def _targets(model: Any, settings: AdapterSettings) -> list[str]:
+    """Return the names of the layers that get an adapter; by default all linear ones but the output head."""
+    head = model.get_output_embeddings()
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    if not settings.targets:
+        return sorted({name.rpartition(".")[2] for name in linear})
+    ends = {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
+    for target in settings.targets:
+        if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
+            near = difflib.get_close_matches(target, sorted(ends), n=1, cutoff=0.0)
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise SettingError(
+                f"adapter.targets names {target!r}, which no layer of this model is called; the nearest is {near[0]!r} "
+                f"(its linear layers: {known})"
+            )
+    return list(settings.targets)
+
+
+def _config(settings: AdapterSettings, targets: list[str]) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=targets,
+        use_dora=settings.method == "dora",
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether a parameter is one of an adapter's."""
+    return f".{_NAME}." in f"{name}." and ".lora_" in name
+
+
+def merged_weights(model: Any, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a model with an adapter in them, by the names that they have without one.
+
+    Args:
+        model: with its own weights and an adapter's layers, on the CPU; it is changed.
+        adapter: the adapter's weights.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model.load_state_dict(dict(adapter), strict=False)
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.merge(safe_merge=True)
+    return {
+        name.replace(".base_layer.", "."): weight
+        for name, weight in model.state_dict().items()
+        if not is_of_adapter(name)
+    }
+
+
+def write_adapter(
+    folder: Path, settings: AdapterSettings, model: Any, adapter: Mapping[str, torch.Tensor], base: str | None
+) -> None:
+    """Write an adapter as peft does, so that peft and transformers load it onto the model that it was made for."""
+    config = _config(settings, _targets(model, settings))
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    found = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    (folder / "adapter_config.json").write_text(json.dumps(found, indent=1, sort_keys=True), encoding="utf-8")
+    weights = {f"{_ADDED}{name.replace(f'.{_NAME}', '')}": each.contiguous() for name, each in adapter.items()}
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
