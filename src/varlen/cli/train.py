@@ -172,10 +172,11 @@ def overview_words(run: RunOverview) -> str:
     """Return a line on the run: model, precision, processes, attention or plans, and steps."""
     processes = "1 process" if run.world_size == 1 else f"{run.world_size:,} processes ({run.parallel})"
     steps = "to the end of the data" if run.steps is None else f"{run.steps:,} steps"
+    trained = f" ({run.num_trained:,} trained)" if run.num_trained < run.num_parameters else ""
     since = f", going on after step {run.resumed_from:,}" if run.resumed_from else ""
     how = f'attention "{run.attention}"' if run.plans is None else f"in slices by plans: {run.plans}"
     return (
-        f"{run.model}, {run.num_parameters:,} parameters, {run.precision} on {processes} of {run.device}, "
+        f"{run.model}, {run.num_parameters:,} parameters{trained}, {run.precision} on {processes} of {run.device}, "
         f"{how}; {steps}{since}"
     )
 

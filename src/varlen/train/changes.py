@@ -27,7 +27,10 @@ from varlen.train.settings import RunSettings, TrainSettings
 ALLOW = "--allow-changed"
 WEIGHTS, BEGUN = "weights", "data_begun_at"
 """Keys of a manifest: the weights that a run began with, and the step at which its data was restarted."""
-_REFUSED = ("data.capacity", "data.global_batch_size", "run.seed", "run.precision")
+_REFUSED = (
+    *("data.capacity", "data.global_batch_size", "run.seed", "run.precision"),
+    *(f"adapter.{name}" for name in ("method", "rank", "alpha", "targets")),
+)
 _OF_THE_LOADER = _REFUSED[:3]
 _SAID = ("optimizer", "run", "log", "plan", "eval", "model.dtype", "model.attention")
 _PLACES = ("run.output", "run.resume")
@@ -59,6 +62,10 @@ def check_unchanged(
     changed = {
         name: _was(name, before[name], after[name]) for name in _REFUSED if _differ(name, before, after)
     }
+    has_adapter = isinstance(was, Mapping) and was.get("adapter") is not None
+    if has_adapter != (settings.adapter is not None):
+        words = ("is", "isn't") if has_adapter else ("isn't", "is")
+        changed["adapter"] = f"it {words[0]} of an adapter, and this run {words[1]}"
     changes = [*changed.values(), *_other_model(found, settings, config, before)]
     begins_anew = False
     try:

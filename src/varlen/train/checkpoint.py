@@ -392,12 +392,15 @@ def state_tensors(
     trained: Mapping[str, torch.nn.Parameter],
     optimizer: Optimizer,
     tied: Mapping[str, str],
+    *,
+    only_trained: bool = False,
 ) -> Tensors:
     """Return the tensors that a run's next step depends on: weights and the optimizer's state.
 
     Args:
         trained: what the optimizer updates, by the model's names; it is saved in place of the model's.
         tied: see `tied_names`.
+        only_trained: whether the model's other weights are left out, since they never change.
     """
     names = {tied.get(name, name): trained.get(name, p) for name, p in model.named_parameters()}
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -407,6 +410,9 @@ def state_tensors(
         for name, value in model.state_dict().items()
         if name not in aliases and _is_tensor(value)
     }
+    if only_trained:
+        kept = {f"{WEIGHT}{tied.get(name, name)}" for name in trained}
+        tensors = {name: value for name, value in tensors.items() if name in kept}
     for name, parameter in trained.items():
         state, saved = optimizer.state_of(parameter), tied.get(name, name)
         tensors |= {f"optimizer.{part}.{saved}": value for part, value in named_tensors(state)}

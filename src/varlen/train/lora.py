@@ -107,7 +107,11 @@ def write_adapter(
     config = _config(settings, _targets(model, settings))
     config.base_model_name_or_path = base
     config.inference_mode = True
-    found = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    found = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()
+    }
     (folder / "adapter_config.json").write_text(json.dumps(found, indent=1, sort_keys=True), encoding="utf-8")
-    weights = {f"{_ADDED}{name.replace(f'.{_NAME}', '')}": each.contiguous() for name, each in adapter.items()}
+    weights = {
+        f"{_ADDED}{name.replace(f'.{_NAME}', '')}": each.contiguous() for name, each in adapter.items()
+    }
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -238,20 +238,13 @@ def whole_weights(model: Any, tied: Mapping[str, str]) -> Mapping[str, torch.Ten
     return {name: weight for name, weight in every.items() if name not in tied}
 
 
-def export_model(
-    weights: Mapping[str, torch.Tensor],
-    config: Any,
-    folder: Path,
-    ranks: Ranks,
-    *,
-    dtype: torch.dtype = torch.float32,
-    beside: Callable[[Path], None] | None = None,
-) -> None:
-    """Write a model to a folder, atomically; all ranks call it together.
+def export(folder: Path, ranks: Ranks, write: Callable[[Path], None]) -> None:
+    """Write a folder of the trained model, atomically; all ranks call it together.
 
     Args:
-        dtype: of the saved weights, except those that the model keeps in float32.
-        beside: writes more files into the folder.
+        folder: to be replaced.
+        ranks: the first of them writes.
+        write: writes all files into another folder.
     """
     fault: VarlenError | None = None
     if ranks.is_first:
@@ -260,11 +253,7 @@ def export_model(
             check_model(folder)  # again: its contents may have changed meanwhile
             partial.mkdir()
             _write_mark(partial, {})
-            bare = bare_model(config, dtype)
-            hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it would disturb the run's own
-            bare.save_pretrained(partial, state_dict=as_saved(weights, bare, dtype))
-            if beside is not None:
-                beside(partial)
+            write(partial)
             files = [path for path in sorted(partial.rglob("*")) if path.is_file() and path.name != _MARK]
             _write_mark(partial, {str(path.relative_to(partial)): _digest(path) for path in files})
             for path in sorted(partial.rglob("*")):
@@ -280,6 +269,22 @@ def export_model(
         finally:
             remove_marked(partial, _MARK)
     ranks.check_all(fault)
+
+
+def write_model(
+    folder: Path, weights: Mapping[str, torch.Tensor], config: Any, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write a model as transformers does.
+
+    Args:
+        folder: that is there.
+        weights: by the model's names.
+        config: of the model.
+        dtype: of the saved weights, except those that the model keeps in float32.
+    """
+    bare = bare_model(config, dtype)
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call] # it would disturb the run's own
+    bare.save_pretrained(folder, state_dict=as_saved(weights, bare, dtype))
 
 
 def clear_models(folder: Path) -> None:

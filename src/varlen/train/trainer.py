@@ -28,17 +28,19 @@ from varlen.train.checkpoint import Checkpoint, load, name_of, put_steps, read_w
 from varlen.train.claim import CHECKPOINTS, MODEL, claimed, prepare
 from varlen.train.evaluate import EVALUATIONS, Best, Evaluation, Evaluator
 from varlen.train.loaders import open_loader, steps_of
+from varlen.train.lora import add_adapter, merged_weights, write_adapter
 from varlen.train.metrics import MetricsFile, StepMetrics
 from varlen.train.model import (
     build_model,
     copy_generation,
     described,
     embedding_names,
-    export_model,
+    export,
     model_config,
     saved_dtype,
     tied_names,
     whole_weights,
+    write_model,
 )
 from varlen.train.optimizers import learning_rate, make_optimizer
 from varlen.train.parallel import Ranks, joined
@@ -156,10 +158,18 @@ class _Run:
             self._config,
             settings.model,
             settings.run.seed,
-            weights=found is None,
+            weights=found is None or settings.adapter is not None,
             is_sliced=self._plans is not None,
         )
+        if settings.adapter is not None:
+            torch.manual_seed(settings.run.seed)
+            add_adapter(model, settings.adapter)
+        if settings.run.checkpoint_activations:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._num_trained = sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        )
         self._tied, embeddings = tied_names(model), embedding_names(model)
         gradients: Gradients[PackedBatch]
         if self._plans is not None:
@@ -189,6 +199,7 @@ class _Run:
             steps=self._steps,
             resumed_from=self._done,
             num_parameters=self._num_parameters,
+            num_trained=self._num_trained,
             model=self._config.model_type,
             attention="varlen_slices" if self._plans is not None else hf.implementation(model),
             world_size=self._ranks.world_size,
@@ -227,8 +238,8 @@ class _Run:
             raise SourceError(f"{named}: no document to train on; name other data as data.source")
         self._evaluate(is_last=True)
         self._save()
-        out, dtype = self._folder / MODEL, self._dtype
-        export_model(self._weights(), self._config, out, self._ranks, dtype=dtype, beside=self._write_beside)
+        weights = self._weights()  # which all ranks gather
+        export(self._folder / MODEL, self._ranks, lambda folder: self._write_trained(folder, weights))
         return self._summary(self._measure())
 
     def _evaluate(self, *, is_last: bool) -> bool:
@@ -369,12 +380,14 @@ class _Run:
 
     def _tensors(self, stepper: Stepper[PackedBatch]) -> dict[str, torch.Tensor]:
         """Return the tensors of a checkpoint, by name."""
-        return state_tensors(stepper.model, stepper.gradients.parameters, stepper.optimizer, self._tied)
+        of_adapter = self._settings.adapter is not None
+        trained = stepper.gradients.parameters
+        return state_tensors(stepper.model, trained, stepper.optimizer, self._tied, only_trained=of_adapter)
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
         """Return the whole model's weights on the first rank; of the best step, or with plans, from a checkpoint."""
         best = self._best_checkpoint
-        if best is None and self._settings.plan is None:
+        if best is None and self._settings.plan is None and self._settings.adapter is None:
             return whole_weights(self._stepper.model, self._tied)
         return read_weights(best or self._newest) if self._ranks.is_first else {}
 
@@ -392,10 +405,27 @@ class _Run:
         """Folder of this step's checkpoint."""
         return self._checkpoints / name_of(self._done)
 
-    def _write_beside(self, folder: Path) -> None:
-        """Write the tokenizer and the generation settings into the model's folder."""
-        write_tokenizer(self._tokenizer, self._settings.data.chat_template, folder)
-        copy_generation(self._settings.model, folder)
+    def _write_trained(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+        """Write the model or its adapter, the tokenizer and the generation settings into the model's folder."""
+        settings = self._settings
+        if settings.adapter is not None:
+            base = self._base()
+            if settings.adapter.export == "adapter":
+                write_adapter(folder, settings.adapter, base, weights, settings.model.path)
+            else:
+                weights = merged_weights(base, weights)
+        if settings.adapter is None or settings.adapter.export == "merged":
+            write_model(folder, weights, self._config, self._dtype)
+        write_tokenizer(self._tokenizer, settings.data.chat_template, folder)
+        copy_generation(settings.model, folder)
+
+    def _base(self) -> Any:
+        """Return the model of the run before its first step, with its adapter's layers."""
+        settings = self._settings
+        base = build_model(self._config, settings.model, settings.run.seed, is_sliced=True)
+        assert settings.adapter is not None, "it is a run of an adapter"
+        add_adapter(base, settings.adapter)
+        return base
 
     def _measure(self) -> Exposed | None:
         """Measure exposed data time; the run is finished, so training more steps changes nothing of it."""
@@ -441,6 +471,8 @@ class RunOverview:
     resumed_from: int
     """Step of the checkpoint that it resumes from; 0 for a new run."""
     num_parameters: int
+    num_trained: int
+    """Parameters that are trained; of an adapter, few."""
     model: str
     attention: str
     world_size: int
