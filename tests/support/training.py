@@ -272,7 +272,7 @@ def signal_at(moment: str, sent: Mapping[int, Sequence[int]], number: int = 1) -
     if moment == "step":
         Stepper.step = signalling(Stepper.step)  # type: ignore[method-assign]
         return
-    names = {"start": "open_loader", "load": "build_model", "save": "save", "export": "export_model"}
+    names = {"start": "open_loader", "load": "build_model", "save": "save", "export": "export"}
     setattr(trainer, names[moment], signalling(getattr(trainer, names[moment])))
 
 

@@ -55,8 +55,8 @@ def _targets(model: Any, settings: AdapterSettings) -> list[str]:
             near = difflib.get_close_matches(target, sorted(ends), n=1, cutoff=0.0)
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise SettingError(
-                f"adapter.targets names {target!r}, which no layer of this model is called; the nearest is {near[0]!r} "
-                f"(its linear layers: {known})"
+                f"adapter.targets names {target!r}, which no layer of this model is called; the nearest is "
+                f"{near[0]!r} (its linear layers: {known})"
             )
     return list(settings.targets)
 

@@ -176,8 +176,8 @@ class RunSettings:
     """How the processes of `torchrun` share the work; one process needs none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     checkpoint_activations: bool = False
-    """Whether each layer keeps only its input, and is computed again in the backward pass: a third more time, far less
-    memory. Of slices, `plan.recompute` decides."""
+    """Whether each layer keeps only its input, and is computed again in the backward pass: a third more time, and far
+    less memory. Of slices, `plan.recompute` decides."""
     threads: int | None = None
     """CPU threads per process; runs are bitwise equal only with the same number."""
     timeout_s: float = 600.0
