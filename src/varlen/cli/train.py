@@ -184,9 +184,11 @@ def overview_words(run: RunOverview) -> str:
 def step_words(metrics: StepMetrics) -> str:
     """Return a step's loss, tokens per second, fill, and share of time spent waiting for data."""
     waiting = 100 * metrics.data_wait_s / metrics.step_s if metrics.step_s else 0.0
+    mfu = "" if metrics.mfu is None else f"  MFU {100 * metrics.mfu:.1f} %"
+    memory = "" if metrics.peak_bytes is None else f"  {metrics.peak_bytes / 1e9:.1f} GB"
     return (
-        f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s  {100 * metrics.fill:.1f} % full  "
-        f"{waiting:.1f} % waiting"
+        f"loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2g}  {metrics.tokens_per_s:,.0f} tokens/s{mfu}{memory}  "
+        f"{100 * metrics.fill:.1f} % full  {waiting:.1f} % waiting"
     )
 
 
@@ -255,7 +257,10 @@ def live_parts(task: Task) -> list[Part]:
         *parts,
         Part(words=f"loss {metrics.loss:.4f}", rank=1),
         Part(words=f"{metrics.tokens_per_s:,.0f} tokens/s", rank=2),
+        Part(words="" if metrics.mfu is None else f"MFU {100 * metrics.mfu:.1f} %", rank=2),
         Part(words=f"{waiting:.1f} % waiting", rank=3),
+        Part(words=f"lr {metrics.learning_rate:.2g}", rank=4),
+        Part(words="" if metrics.peak_bytes is None else f"{metrics.peak_bytes / 1e9:.1f} GB", rank=4),
         Part(words=f"{100 * metrics.fill:.1f} % full", rank=4),
         Part(words=f"{clock(task.elapsed)} so far", rank=5),
     ]

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
-from varlen.errors import SettingError
+import numpy as np
+import torch
+
+from varlen.cost.hardware import MACHINES
+from varlen.cost.shape import ModelShape, step_flops
+from varlen.errors import SettingError, VarlenError
 from varlen.files.ours import is_there, open_own
 
 _OUT = "move it away, name another log.metrics, or choose another run.output"
@@ -42,6 +49,11 @@ class StepMetrics:
     """Longest wait of a rank for its batches; on a GPU, of the host, which runs ahead of it."""
     step_s: float
     """On the slowest rank, waiting included."""
+    mfu: float | None = None
+    """FLOPs of the model, without any that are computed again, over the peak of all devices; None where the peak or
+    the model's shape isn't known."""
+    peak_bytes: int | None = None
+    """Most memory that tensors took on a GPU; None on CPUs."""
     plan_method: str | None = None
     """Method of the plan; None here and below where steps aren't planned."""
     plan_answered_by: str | None = None
@@ -55,6 +67,40 @@ class StepMetrics:
     def is_quick(self) -> bool:
         """Whether the step's plan wasn't ready in time."""
         return (self.plan_answered_by or "").startswith("quick")
+
+
+class Utilization:
+    """Counts the FLOPs of steps, and compares them with what the devices could do at most."""
+
+    def __init__(self, config: Any, device: torch.device, peak_tflops: float | None) -> None:
+        """Take the model's configuration, the device of this process, and its peak where that is given."""
+        self._peak = peak_tflops or _peak_tflops(device)
+        self._shape: ModelShape | None = None
+        if self._peak is not None:
+            with suppress(VarlenError):  # a model whose shape isn't known has no count
+                self._shape = ModelShape.from_config(config)
+
+    def flops(self, lengths: Sequence[Any]) -> float:
+        """Return the FLOPs of a step's documents, forward and backward; 0 where they aren't counted."""
+        if self._shape is None or not lengths:
+            return 0.0
+        every = [np.asarray(each.cpu() if isinstance(each, torch.Tensor) else each) for each in lengths]
+        return float(step_flops(self._shape, np.concatenate(every))[0])
+
+    def mfu(self, flops: float, seconds: float, world_size: int) -> float | None:
+        """Return the share of the devices' peak."""
+        if self._peak is None or self._shape is None or seconds <= 0:
+            return None
+        return flops / (seconds * world_size * self._peak * 1e12)
+
+
+def _peak_tflops(device: torch.device) -> float | None:
+    """Return the manufacturer's figure for dense bf16 of a known card."""
+    if device.type != "cuda":
+        return None
+    words = torch.cuda.get_device_name(device).lower().replace("-", " ").split()
+    known = next((name for name in MACHINES if name in words), None)
+    return None if known is None else MACHINES[known].peak_tflops
 
 
 class MetricsFile:

@@ -288,6 +288,7 @@ class SliceGradients(Gradients[PackedBatch]):
             packs=own * self._settings.data.global_batch_size,
             step_targets=batch.step_num_targets,
             plan=stats.plan,
+            lengths=(stats.plan.lengths,) if own else (),
         )
 
     def evaluate(self, batch: PackedBatch) -> DocumentLosses:

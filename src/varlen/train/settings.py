@@ -204,9 +204,13 @@ class LogSettings:
     """File in the output folder with one line per step."""
     every: int = 10
     """Steps between two printed lines, if the output isn't a terminal."""
+    peak_tflops: float | None = None
+    """Of a device, to which MFU refers; left out: the manufacturer's figure for dense bf16 of a known GPU."""
 
     def __post_init__(self) -> None:
         _check_range("log.every", self.every, 1)
+        if self.peak_tflops is not None and not self.peak_tflops > 0:
+            raise SettingError(f"log.peak_tflops must be above 0, got {self.peak_tflops:g}")
         if Path(self.metrics).name != self.metrics or self.metrics in _TAKEN:
             raise SettingError(
                 "log.metrics is the name of a file in run.output, and none of "

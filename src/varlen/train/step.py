@@ -48,6 +48,8 @@ class Part:
     weight: Any = 0
     """Sum of the weights of this rank's targets, where rows have weights."""
     plan: StepPlan | None = None
+    lengths: tuple[Any, ...] = ()
+    """Arrays or tensors of the lengths of this rank's documents."""
 
     def __add__(self, other: Part) -> Part:
         return replace(
@@ -56,6 +58,7 @@ class Part:
             tokens=self.tokens + other.tokens,
             packs=self.packs + other.packs,
             weight=self.weight + other.weight,
+            lengths=(*self.lengths, *other.lengths),
         )
 
 
@@ -128,6 +131,8 @@ class StepDone:
     waited_s: float
     """Seconds for which the host waited for batches."""
     watch: Stopwatch
+    peak_bytes: int = 0
+    """Most memory that tensors took on this rank's GPU."""
     plan_wait_s: float = 0.0
     """Seconds for which the host waited for the plan."""
 
@@ -175,6 +180,10 @@ class Stepper(Generic[Batch]):
         self.gradients.publish()
         self.optimizer.zero_grad()
         watch.stop()
+        is_gpu = self._ranks.device.type == "cuda"
+        peak_bytes = torch.cuda.max_memory_allocated(self._ranks.device) if is_gpu else 0
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats(self._ranks.device)
         return StepDone(
             number=number,
             learning_rate=learning_rate,
@@ -183,6 +192,7 @@ class Stepper(Generic[Batch]):
             grad_norm=grad_norm,
             waited_s=waited_s,
             watch=watch,
+            peak_bytes=peak_bytes,
         )
 
     def _seed_of(self, number: int) -> int:
@@ -213,6 +223,7 @@ class PackGradients(Gradients[PackedBatch]):
             packs=len(batch.pack_ids),
             step_targets=batch.step_num_targets,
             weight=weight,
+            lengths=(batch.document_lengths,),
         )
 
     def evaluate(self, batch: PackedBatch) -> DocumentLosses:

@@ -29,7 +29,7 @@ from varlen.train.claim import CHECKPOINTS, MODEL, claimed, prepare
 from varlen.train.evaluate import EVALUATIONS, Best, Evaluation, Evaluator
 from varlen.train.loaders import open_loader, steps_of
 from varlen.train.lora import add_adapter, merged_weights, write_adapter
-from varlen.train.metrics import MetricsFile, StepMetrics
+from varlen.train.metrics import MetricsFile, StepMetrics, Utilization
 from varlen.train.model import (
     build_model,
     copy_generation,
@@ -126,6 +126,7 @@ class _Run:
         if self._steps is None or self._done < self._steps:
             self._loader.start_prefetch()  # while the model is built
         self._stepper = self._build(found)
+        self._utilization = Utilization(self._config, ranks.device, settings.log.peak_tflops)
         self._overview = self._describe()
         self._metrics = self._lines(settings.log.metrics, self._done, StepMetrics)
         if settings.track is not None and ranks.is_first:
@@ -299,8 +300,11 @@ class _Run:
             seconds,
             self._interrupt.signal,
             done.plan_wait_s,
+            self._utilization.flops(done.part.lengths),
+            done.peak_bytes,
         ]
-        losses, tokens, packs, waited, took, signals, planned = self._ranks.gather(numbers).unbind(dim=1)
+        every = self._ranks.gather(numbers)
+        losses, tokens, packs, waited, took, signals, planned, flops, peaks = every.unbind(dim=1)
         self._total_tokens += int(tokens.sum())
         metrics = StepMetrics(
             step=done.number,
@@ -316,6 +320,8 @@ class _Run:
             tokens_per_s=float(tokens.sum() / took.max()),
             data_wait_s=float(waited.max()),
             step_s=float(took.max()),
+            mfu=self._utilization.mfu(float(flops.sum()), float(took.max()), len(flops)),
+            peak_bytes=int(peaks.max()) or None,
             **self._of_plan(done, float(planned.max())),
         )
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
