@@ -187,8 +187,8 @@ def step_words(metrics: StepMetrics) -> str:
     mfu = "" if metrics.mfu is None else f"  MFU {100 * metrics.mfu:.1f} %"
     memory = "" if metrics.peak_bytes is None else f"  {metrics.peak_bytes / 1e9:.1f} GB"
     return (
-        f"loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2g}  {metrics.tokens_per_s:,.0f} tokens/s{mfu}{memory}  "
-        f"{100 * metrics.fill:.1f} % full  {waiting:.1f} % waiting"
+        f"loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2g}  {metrics.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
+        f"  {100 * metrics.fill:.1f} % full  {waiting:.1f} % waiting"
     )
 
 

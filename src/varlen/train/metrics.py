@@ -85,7 +85,7 @@ class Utilization:
         if self._shape is None or not lengths:
             return 0.0
         every = [np.asarray(each.cpu() if isinstance(each, torch.Tensor) else each) for each in lengths]
-        return float(step_flops(self._shape, np.concatenate(every))[0])
+        return step_flops(self._shape, np.concatenate(every)).model
 
     def mfu(self, flops: float, seconds: float, world_size: int) -> float | None:
         """Return the share of the devices' peak."""
