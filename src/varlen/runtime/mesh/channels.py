@@ -7,7 +7,7 @@ is received while this task computes. No other receive begins, as NCCL's spin on
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +17,7 @@ from varlen.runtime.mesh.failures import PeerLostError, WaitReporter
 from varlen.runtime.mesh.process_groups import Group, Groups
 from varlen.runtime.mesh.shared_documents import SharedDocument, num_rows
 from varlen.runtime.stage_run import keys_of
-from varlen.step_plan import BACKWARD, FORWARD, StepPlan
+from varlen.step_plan import BACKWARD, FORWARD, KINDS, WEIGHT, StepPlan
 
 
 class Channel:
@@ -39,6 +39,9 @@ class Channel:
         self._into: torch.Tensor | None = None  # for the next message
         self._receiving: Any = None
         self._sent: deque[tuple[torch.Tensor, Any]] = deque()
+        self._num_freed = 0
+        self.num_delivered = 0
+        """Messages that the other process is known to have."""
 
     def make_room(self) -> None:
         """Allocate the next message, if one is left."""
@@ -73,8 +76,14 @@ class Channel:
         if not self._rows[micropack]:
             return
         assert self._going.popleft() == micropack
-        while self._sent and self._sent[0][1].is_completed():
+        while self._sent:
+            work = self._sent[0][1]
+            if self._num_freed < self.num_delivered:
+                self._guarded(work.wait)  # at once; gloo calls no message completed before
+            elif not work.is_completed():
+                break
             self._sent.popleft()
+            self._num_freed += 1
         rows = rows.contiguous()
         self._sent.append((rows, self._guarded(self._group.send, rows, self._other)))
 
@@ -130,6 +139,7 @@ class Channels:
         for (_, receiver), channel in self._of.items():
             if receiver % pp == coordinate.stage:
                 channel.make_room()
+        self._known = known_deliveries(plan, coordinate.replica, coordinate.stage, rows)
 
     def send(self, kind: int, micropack: int, chunk: int, rows: torch.Tensor) -> None:
         """Send rows, as `Transport.send`."""
@@ -141,7 +151,11 @@ class Channels:
 
     def receive(self, kind: int, micropack: int, chunk: int) -> torch.Tensor:
         """Return rows, as `Transport.receive`."""
-        return self._of[kind, chunk].receive(micropack)
+        received = self._of[kind, chunk].receive(micropack)
+        for name, count in self._known.get((kind, chunk, micropack), {}).items():
+            if name in self._of:
+                self._of[name].num_delivered = count
+        return received
 
     def finish(self) -> None:
         """Wait until all that was sent has been received."""
@@ -152,3 +166,39 @@ class Channels:
         """Forget what is under way, which holds connections open."""
         for channel in self._of.values():
             channel.drop()
+
+
+Name = tuple[int, int]
+"""Of a channel: pass and receiving chunk."""
+
+
+def known_deliveries(
+    plan: StepPlan, rank: int, stage: int, rows: Mapping[int, Sequence[int]]
+) -> dict[tuple[int, int, int], dict[Name, int]]:
+    """Return how many messages of each channel another stage has received when it sends a message to this one.
+
+    Args:
+        plan: of the step.
+        rank: data-parallel rank of the pipeline.
+        stage: this one.
+        rows: of each MicroPack, by pass; those without any aren't sent.
+
+    Returns:
+        By pass, receiving chunk and MicroPack of the message from the other stage: counts by channel to it.
+    """
+    pp, num_chunks = plan.mesh.pp, plan.mesh.num_chunks
+    known: dict[tuple[int, int, int], dict[Name, int]] = {}
+    for other in {(stage - 1) % pp, (stage + 1) % pp} - {stage}:
+        begin, end = plan.task_offsets[rank * pp + other : rank * pp + other + 2].tolist()
+        received, seen = Counter[Name](), Counter[int]()
+        for code in plan.tasks[begin:end].tolist():
+            kind, chunk, micropack = code % KINDS, code // KINDS * pp + other, seen[code]
+            seen[code] += 1
+            if kind == WEIGHT or not rows[kind][micropack]:
+                continue
+            source, target = (chunk - 1, chunk + 1) if kind == FORWARD else (chunk + 1, chunk - 1)
+            if 0 <= source < num_chunks and source % pp == stage:
+                received[kind, chunk] += 1
+            if 0 <= target < num_chunks and target % pp == stage:
+                known[kind, target, micropack] = dict(received)
+    return known
