@@ -55,6 +55,16 @@ def train(
             help="Go on from a checkpoint of another model, tokenizer, data, capacity, batch, seed or precision.",
         ),
     ] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print all settings with their values, and stop.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Read the data and the model, print steps, memory and a plan, and stop: nothing is trained.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a summary as one JSON object at the end.")
     ] = False,
@@ -74,7 +84,7 @@ def train(
     [bold]Then:[/]  varlen train config.toml --set run.steps=100, or
     torchrun --standalone --nproc-per-node 2 -m varlen train config.toml
     """
-    from varlen.train.settings import read_config, write_example
+    from varlen.train.settings import as_toml, read_config, write_example
 
     check_asked(config, init, changes or [])
     if init is not None:
@@ -83,7 +93,16 @@ def train(
         return
     assert config is not None, "it was checked"
     settings = read_config(config, changes or [])
+    if print_config:
+        print(as_toml(settings), end="")
+        return
     require_training("train")
+    if dry_run:
+        from varlen.train.dry_run import dry_run as forecast
+
+        found = forecast(settings)
+        print_json(found.to_json()) if as_json else print(found.words())
+        return
     from varlen.train.trainer import train as run
 
     with run_display(settings.log.every) as display:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
@@ -520,6 +522,44 @@ def write_example(path: str | Path) -> None:
         raise SettingError(f"{path} is there already; name another file") from None
     except OSError as error:
         raise SettingError(f"{path} can't be written: {error.strerror}") from None
+
+
+# Settings as a file: every setting of every table, those left out with their defaults.
+
+
+def as_toml(settings: TrainSettings) -> str:
+    """Return settings as a configuration file; settings whose default depends on others are left out."""
+    parts = []
+    for table in fields(settings):
+        held = getattr(settings, table.name)
+        if held is not None:
+            values = {one.name: getattr(held, one.name) for one in fields(held)}
+            parts += _table_text(table.name, {key: each for key, each in values.items() if each is not None})
+    return "\n".join(parts)
+
+
+def _table_text(name: str, values: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a table, then those of the tables within it."""
+    plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+    lines = [f"[{name}]", *(f"{_key(key)} = {_toml_value(value)}" for key, value in plain.items()), ""]
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            lines += _table_text(f"{name}.{_key(key)}", value)
+    return lines
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(key)} = {_toml_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)
 
 
 # Configuration files: TOML to settings, table by table, and a sentence for every key that isn't one.
