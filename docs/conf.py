@@ -4,7 +4,11 @@ from varlen import __version__
 
 project, author, copyright, release = "varlen", "varlen's authors", "varlen's authors", __version__
 extensions = [
-    "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton",
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
 html_theme = "furo"
 html_title = "varlen"

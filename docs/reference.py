@@ -138,7 +138,9 @@ def cli_page() -> str:
         given = "".join(f" {name}" for name, *_ in options if not name.startswith("-"))
         about = _DIRTY.sub("", inspect.cleandoc(function.__doc__ or ""))
         table = _table(options, "option")
-        parts.append(f"## `varlen {verb}`\n\n```text\nvarlen {verb} [OPTIONS]{given}\n```\n\n{about}\n\n{table}")
+        parts.append(
+            f"## `varlen {verb}`\n\n```text\nvarlen {verb} [OPTIONS]{given}\n```\n\n{about}\n\n{table}"
+        )
     return "\n\n".join(parts) + "\n"
 
 
@@ -153,8 +155,12 @@ def _options(function: Callable[..., Any]) -> Iterable[tuple[str, str, str, str]
         names = [one for one in (declared.default, *(declared.param_decls or ())) if isinstance(one, str)]
         shown = ", ".join(names or [long]) if is_option else declared.metavar or name.upper()
         is_flag = hint is bool and is_option
-        takes = "" if is_flag or not is_option else f"`{declared.metavar}`" if declared.metavar else _type(hint)
-        default = "" if parameter.default in (False, None, inspect.Parameter.empty) else f"`{parameter.default}`"
+        takes = (
+            "" if is_flag or not is_option else f"`{declared.metavar}`" if declared.metavar else _type(hint)
+        )
+        default = (
+            "" if parameter.default in (False, None, inspect.Parameter.empty) else f"`{parameter.default}`"
+        )
         text, _, said = _DIRTY.sub("", declared.help or "").partition("\\[default: ")
         yield shown, takes, default or said.rstrip().removesuffix("]"), _sentence(text)
 
