@@ -2,21 +2,22 @@
 
 from varlen import __version__
 
-project, author, copyright, release = "varlen", "varlen's authors", "varlen's authors", __version__
+project, author, release = "varlen", "varlen's authors", __version__
+copyright = author
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "sphinx_llm.txt",
 ]
-html_theme = "furo"
-html_title = "varlen"
+html_theme, html_title = "furo", "varlen"
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
-master_doc = "index"
-default_role = "code"
+default_role = "code"  # docstrings name things in single backticks
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_class_signature = "mixed"
-suppress_warnings = []
+# Tables that programs write begin at the third level.
+suppress_warnings = ["myst.header"]
