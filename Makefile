@@ -64,6 +64,7 @@ tables: setup
 	$(RUN) -m benchmarks.running.page --check
 	$(RUN) -m benchmarks.gpu.page --check
 	$(RUN) docs/compatibility.py --check
+	$(RUN) docs/reference.py --check
 
 pages: setup ## write into README and docs what their examples print now, and draw their pictures
 	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) -m benchmarks.table && $(RUN) -m benchmarks.strategies.page \

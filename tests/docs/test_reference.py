@@ -1,0 +1,64 @@
+"""The pages of reference hold every public name, setting, option and word."""
+
+import re
+
+import pytest
+import reference
+
+import varlen as vl
+
+DOCS = reference.FOLDER.parent
+
+
+def headings(name: str, level: int) -> list[str]:
+    return re.findall(rf"^{'#' * level} (.+)$", (DOCS / name).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_every_public_name_is_in_the_reference():
+    named = re.findall(
+        r"^\.\. auto\w+:: varlen\.(\w+)$", (DOCS / "reference/api.md").read_text(), re.MULTILINE
+    )
+
+    assert sorted(set(named) - {"errors"}) == sorted(vl.__all__)
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize("made", [reference.settings_page, reference.cli_page], ids=["settings", "cli"])
+def test_pages_of_declarations_are_up_to_date(made):
+    name = {"settings_page": "settings.md", "cli_page": "cli.md"}[made.__name__]
+
+    assert (reference.FOLDER / name).read_text(encoding="utf-8") == made(), "run: python docs/reference.py"
+
+
+def test_every_table_and_verb_has_a_section():
+    assert headings("reference/settings.md", 2) == [
+        f"`[{name}]`" for name in ("data", "model", "optimizer", "run", "log", "measure", "plan")
+    ]
+    verbs = ("demo", "index", "inspect", "pack", "plan", "train", "verify")
+    assert sorted(headings("reference/cli.md", 2)) == [f"`varlen {verb}`" for verb in verbs]
+
+
+def test_every_setting_says_what_it_is_for():
+    rows = [row for row in reference.settings_page().splitlines() if row.startswith("| `")]
+    silent = [row.split("`")[1] for row in rows if row.endswith("|  |")]
+
+    assert silent == ["beta1", "beta2", "epsilon", "schedule", "device"]
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_varlen(root):
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (root / "src").rglob("*.py"))
+    # A sentence goes over several lines of code, and numbers stand between its parts.
+    flat = re.sub(r'"\s*\n\s*f?"', "", source)
+    wanted = [title.strip('"') for title in headings("troubleshooting.md", 3)]
+    wanted[wanted.index("are too long)")] = "'are'} too long)"
+
+    assert len(wanted) > 10
+    assert [one for one in wanted if one not in flat] == []
+
+
+def test_words_of_the_glossary_are_in_order():
+    text = (DOCS / "reference/glossary.md").read_text(encoding="utf-8")
+    words = [word for word, _ in re.findall(r"^(\S.*)\n(: )", text, re.MULTILINE)]
+
+    assert len(words) > 30
+    assert words == sorted(words, key=lambda word: word.lower().replace("_", " "))
