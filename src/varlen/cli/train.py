@@ -65,6 +65,9 @@ def train(
             help="Read the data and the model, print steps, memory and a plan, and stop: nothing is trained.",
         ),
     ] = False,
+    processes: Annotated[
+        int, typer.Option("--processes", help="Of --dry-run: how many processes would train.", min=1)
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a summary as one JSON object at the end.")
     ] = False,
@@ -98,9 +101,9 @@ def train(
         return
     require_training("train")
     if dry_run:
-        from varlen.train.dry_run import dry_run as forecast
+        from varlen.train.dry_run import forecast
 
-        found = forecast(settings)
+        found = forecast(settings, processes)
         print_json(found.to_json()) if as_json else print(found.words())
         return
     from varlen.train.trainer import train as run
