@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
@@ -135,7 +136,8 @@ def save(
     with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}", folder), _quiet():
         writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
         writer.fs = hashing = HashingFiles()
-        save_tensors(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+        no_dist = not dist.is_initialized()
+        save_tensors(dict(tensors), storage_writer=writer, no_dist=no_dist, process_group=ranks.group)
     checksums = gathered(hashing.digests, ranks)
     with _for_all(ranks, f"the checkpoint of step {step:,} can't be written to {folder}", folder):
         if ranks.is_first:
@@ -143,6 +145,48 @@ def save(
             _finish(partial, final, {**notes, **numbers}, checksums)
             prune(folder, keep, best)
     return final
+
+
+class Saver:
+    """Writes checkpoints: at once, or in a thread from a copy in host memory while training goes on.
+
+    The next checkpoint waits for the one before it; both ways write the same files.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, keep: int, *, in_background: bool) -> None:
+        self._folder, self._keep, self._in_background = folder, keep, in_background
+        self._ranks = ranks.apart() if in_background else ranks
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, step: int, tensors: Tensors, notes: Mapping[str, Any], best: int | None) -> None:
+        """Write a checkpoint, or begin to; all ranks call it together."""
+        self.wait()
+        if not self._in_background:
+            save(self._folder, step, tensors, notes, self._ranks, self._keep, best)
+            return
+        with _quiet():
+            copies = BlockingAsyncStager().stage(dict(tensors))
+        # Tensors of the CPU are staged as they are.
+        copies = {name: copy.clone() if copy is tensors[name] else copy for name, copy in copies.items()}
+        given = (self._folder, step, copies, notes, self._ranks, self._keep, best)
+        self._thread = threading.Thread(target=self._write, args=given, name="varlen checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until what has begun is written; raises if that failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _write(self, *given: Any) -> None:
+        try:
+            save(*given)
+        except BaseException as error:
+            self._error = error
 
 
 def _finish(partial: Path, final: Path, notes: Mapping[str, Any], checksums: Mapping[int, str]) -> None:

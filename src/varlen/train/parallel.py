@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -104,6 +104,8 @@ class Ranks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: Any = None
     """Key-value store in which processes leave notes; None for a single process."""
+    group: Any = None
+    """Process group of the calls below; None for the default one."""
 
     @property
     def is_first(self) -> bool:
@@ -116,8 +118,14 @@ class Ranks:
         if self.world_size == 1:
             return mine[None]
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine)
+        dist.all_gather(parts, mine, group=self.group)
         return torch.stack(parts)
+
+    def apart(self) -> Ranks:
+        """Return the same ranks with a process group of their own, for calls of another thread."""
+        if not dist.is_initialized():
+            return self
+        return replace(self, group=dist.new_group(backend="gloo"))
 
     def check_all(self, fault: VarlenError | None) -> None:
         """Raise an error on every rank if one has failed."""

@@ -168,6 +168,8 @@ class RunSettings:
     """Steps between checkpoints; the last step and Ctrl-C save too. 0: only those."""
     keep: int = 3
     """Number of newest checkpoints to keep."""
+    save_in_background: bool = False
+    """Write checkpoints from a copy in host memory while training goes on."""
     resume: Literal["auto", "never"] = "auto"
     """"auto" resumes from the newest checkpoint in `output`; "never" refuses to run if there is one."""
     seed: int = 0

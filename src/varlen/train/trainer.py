@@ -24,7 +24,15 @@ from varlen.errors import SourceError, VarlenError
 from varlen.feed.loader import PackedLoader
 from varlen.signals import SCHEDULERS, Stopped, end_soon, is_main_thread, was_interrupted
 from varlen.train.changes import BEGUN, WEIGHTS, WeightsMark, check_unchanged, checkpoint_of
-from varlen.train.checkpoint import Checkpoint, load, name_of, put_steps, read_weights, save, state_tensors
+from varlen.train.checkpoint import (
+    Checkpoint,
+    Saver,
+    load,
+    name_of,
+    put_steps,
+    read_weights,
+    state_tensors,
+)
 from varlen.train.claim import CHECKPOINTS, MODEL, claimed, prepare
 from varlen.train.evaluate import EVALUATIONS, Best, Evaluation, Evaluator
 from varlen.train.loaders import open_loader, steps_of
@@ -126,6 +134,8 @@ class _Run:
         if self._steps is None or self._done < self._steps:
             self._loader.start_prefetch()  # while the model is built
         self._stepper = self._build(found)
+        run = settings.run
+        self._saver = Saver(self._checkpoints, ranks, run.keep, in_background=run.save_in_background)
         self._utilization = Utilization(self._config, ranks.device, settings.log.peak_tflops)
         self._overview = self._describe()
         self._metrics = self._lines(settings.log.metrics, self._done, StepMetrics)
@@ -231,6 +241,7 @@ class _Run:
                 self._save()
                 stop = stop or self._agreed_signal()  # signals may have come while it was saved
             if stop and self._done != self._steps:
+                self._saver.wait()
                 where = self._newest
                 raise raised(stop, f"step {self._done:,} is saved in {where}, where the same command goes on")
         if self._done == 0:
@@ -239,6 +250,7 @@ class _Run:
             raise SourceError(f"{named}: no document to train on; name other data as data.source")
         self._evaluate(is_last=True)
         self._save()
+        self._saver.wait()
         weights = self._weights()  # which all ranks gather
         export(self._folder / MODEL, self._ranks, lambda folder: self._write_trained(folder, weights))
         return self._summary(self._measure())
@@ -362,8 +374,7 @@ class _Run:
         if self._metrics is not None:
             self._metrics.sync()
         stepper, settings = self._stepper, self._settings
-        save(
-            self._checkpoints,
+        self._saver.save(
             self._done,
             self._tensors(stepper),
             {
@@ -378,8 +389,6 @@ class _Run:
                 BEGUN: self._begun_at,
                 _EVALUATED: self._best.to_json(),
             },
-            self._ranks,
-            settings.run.keep,
             self._best.step if settings.eval is not None and settings.eval.keep_best else None,
         )
         self._saved = self._done
