@@ -195,13 +195,13 @@ def test_a_set_without_labels_is_refused_with_its_name(store, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"text": "a"}\n')
     sets = {"none": str(tmp_path / "empty.jsonl")}
     given = settings(store, tmp_path / "run", eval__sets=sets, eval__at_start=True)
-    with pytest.raises((SourceError, InputError), match="eval.sets.none .*has no target"):
+    with pytest.raises((SourceError, InputError), match=r"eval.sets.none .*has no target"):
         train(given, Notes())
 
 
 def test_a_set_that_isnt_there_is_refused_before_the_first_step(store, tmp_path):
     notes = Notes()
     given = settings(store, tmp_path / "run", eval__sets={"none": str(tmp_path / "no.jsonl")})
-    with pytest.raises(InputError, match="no.jsonl"):
+    with pytest.raises(InputError, match=r"no\.jsonl"):
         train(given, notes)
     assert notes.steps == []

@@ -42,9 +42,9 @@ from varlen.runtime.step import run_step
 from varlen.train import affordable as affordable_module
 from varlen.train import plans as pricing
 from varlen.train.affordable import affordable
+from varlen.train.optimizers import make_optimizer
 from varlen.train.parallel import Ranks
 from varlen.train.plans import WIDE, with_wide_rows
-from varlen.train.optimizers import make_optimizer
 from varlen.train.settings import OptimizerSettings
 from varlen.train.trainer import train
 

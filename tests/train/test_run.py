@@ -32,8 +32,8 @@ from varlen.errors import InputError, ModelError, SettingError, StateError, Varl
 from varlen.train import step as loss_module
 from varlen.train import trainer as trainer_module
 from varlen.train.model import build_model, model_config
-from varlen.train.settings import ModelSettings, OptimizerSettings
 from varlen.train.optimizers import learning_rate, make_optimizer
+from varlen.train.settings import ModelSettings, OptimizerSettings
 from varlen.train.step import target_loss_sum
 from varlen.train.trainer import train
 

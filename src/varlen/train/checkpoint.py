@@ -165,10 +165,10 @@ class Saver:
         if not self._in_background:
             save(self._folder, step, tensors, notes, self._ranks, self._keep, best)
             return
+        of_gpu = {name: each for name, each in tensors.items() if each.device.type != "cpu"}
+        copies = {name: each.clone() for name, each in tensors.items() if name not in of_gpu}
         with _quiet():
-            copies = BlockingAsyncStager().stage(dict(tensors))
-        # Tensors of the CPU are staged as they are.
-        copies = {name: copy.clone() if copy is tensors[name] else copy for name, copy in copies.items()}
+            copies |= BlockingAsyncStager().stage(of_gpu) if of_gpu else {}
         given = (self._folder, step, copies, notes, self._ranks, self._keep, best)
         self._thread = threading.Thread(target=self._write, args=given, name="varlen checkpoint", daemon=True)
         self._thread.start()

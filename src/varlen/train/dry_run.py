@@ -88,8 +88,10 @@ class Forecast:
         else:
             lines.append(
                 f"memory       {self.needed_bytes / 1e9:.1f} GB of {self.memory_bytes / 1e9:.1f} GB ({self.device}): "
-                f"{(self.state_bytes or 0) / 1e9:.1f} GB for states, {(self.activation_bytes or 0) / 1e9:.1f} GB beside "
-                "them in the first step"
+                f"{(self.state_bytes or 0) / 1e9:.1f} GB for states,"
+            )
+            lines.append(
+                f"             {(self.activation_bytes or 0) / 1e9:.1f} GB beside them in the first step"
             )
         return "\n".join([*lines, "nothing was trained"])
 
@@ -117,8 +119,9 @@ def forecast(settings: TrainSettings, processes: int = 1) -> Forecast:
         raise SettingError("no document to train on; name other data as data.source")
     if settings.eval is not None:
         _check_sets(packs, config, tokenizer, on_host)
-    counted = sum(p.numel() for p in model.parameters()), sum(
-        p.numel() for p in model.parameters() if p.requires_grad
+    counted = (
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
     state_bytes, activation_bytes = _memory(settings, config, counted, batches, processes)
     lengths = np.concatenate([np.asarray(batch.document_lengths) for batch in batches])
@@ -178,7 +181,9 @@ def _memory(
 def _device(device: torch.device) -> tuple[float, str]:
     """Return the memory of a device, and its name."""
     if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory), torch.cuda.get_device_name(device)
+        return float(torch.cuda.get_device_properties(device).total_memory), torch.cuda.get_device_name(
+            device
+        )
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), "this machine's memory"
 
 
@@ -198,7 +203,8 @@ def _check_fits(found: Forecast, settings: TrainSettings) -> None:
     if found.processes > 1 and settings.run.parallel != "fsdp":
         out.append('run.parallel = "fsdp"')
     raise SettingError(
-        f"a process would need about {needed / 1e9:.1f} GB and has {found.memory_bytes / 1e9:.1f} GB ({found.device}): "
-        f"{(found.state_bytes or 0) / 1e9:.1f} GB for weights, gradients and the optimizer, and "
-        f"{(found.activation_bytes or 0) / 1e9:.1f} GB beside them in the first step; {', or '.join(out)} would need less"
+        f"a process would need about {needed / 1e9:.1f} GB and has {found.memory_bytes / 1e9:.1f} GB "
+        f"({found.device}): {(found.state_bytes or 0) / 1e9:.1f} GB for weights, gradients and the optimizer, and "
+        f"{(found.activation_bytes or 0) / 1e9:.1f} GB beside them in the first step; {', or '.join(out)} would need "
+        "less"
     )
