@@ -253,7 +253,7 @@ def signal_at(moment: str, sent: Mapping[int, Sequence[int]], number: int = 1) -
         sent: by rank, the signals, one after the other.
         number: of the call.
     """
-    from varlen.train import trainer
+    from varlen.train import checkpoint, trainer
     from varlen.train.step import Stepper
 
     calls = 0
@@ -273,7 +273,8 @@ def signal_at(moment: str, sent: Mapping[int, Sequence[int]], number: int = 1) -
         Stepper.step = signalling(Stepper.step)  # type: ignore[method-assign]
         return
     names = {"start": "open_loader", "load": "build_model", "save": "save", "export": "export"}
-    setattr(trainer, names[moment], signalling(getattr(trainer, names[moment])))
+    module: Any = checkpoint if moment == "save" else trainer
+    setattr(module, names[moment], signalling(getattr(module, names[moment])))
 
 
 def _train(made: dict[str, Any], kill_at: int | None) -> None:
