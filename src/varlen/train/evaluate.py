@@ -125,7 +125,11 @@ class Evaluator:
         self._sets: dict[str, tuple[PackedLoader, Mapping[str, Any]]] = {}
         for name in settings.eval.sets:
             data = replace(
-                settings.data, source=settings.eval.source_of(name), shuffle=False, worker="thread"
+                settings.data,
+                source=settings.eval.source_of(name),
+                mixture={},
+                shuffle=False,
+                worker="thread",
             )
             of_set = tokenizer_of_set(name, data, tokenizer)
             loader = stack.enter_context(

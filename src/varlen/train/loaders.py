@@ -47,8 +47,9 @@ def open_loader(
         rank = rank // sharing % world_size
         given.pop("micro_batch_size", None)
         given["mode"] = "indexed" if data.mode in (None, "auto") else data.mode
-    source, _ = given.pop("source"), given.pop("tokenizer", None)
-    found: Any = as_data(source)
+    for name in ("source", "mixture", "unit", "until", "tokenizer"):
+        given.pop(name, None)
+    found: Any = as_data(data, is_endless=run.steps is not None and epochs is None)
     if tokenizer.tokens is not None and not isinstance(tokenizer.tokens, PartialStore):
         found = OpenTokens(data=found, tokens=tokenizer.tokens)
     return PackedLoader(

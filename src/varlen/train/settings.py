@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from varlen.arguments import TOKENS, Declared, as_tokens, in_words, options_of
+from varlen.documents.source import Unit, Until
 from varlen.errors import SettingError, SourceError
 from varlen.feed.settings import LoaderSettings
 from varlen.parsed import UnreadableError, parse_toml
@@ -66,14 +68,53 @@ class DataSettings(_OfLoader):  # type: ignore[misc]
     `seed` left out is that of the run.
     """
 
-    source: str | tuple[str, ...]
+    source: str | tuple[str, ...] = ()
     """A token store of `varlen index`; or files, folders, globs or URLs of documents."""
+    mixture: Mapping[str, Any] = field(default_factory=dict)
+    """In place of `source`, several by names of yours: `[data.mixture.NAME]` with a `source` as above and a `weight`."""
+    unit: Unit = "tokens"
+    """Whether the weights of a mixture are shares of tokens or of documents."""
+    until: Until | None = None
+    """A mixture ends where the "first" source does, where "all" have been read, or never ("endless"); left out:
+    "first", or "endless" where `run.steps` alone decides."""
     capacity: Tokens
     """Of a pack."""
     global_batch_size: int
     """Packs of an optimizer step, over all processes."""
     tokenizer: str | None = None
     """Left out: that of `model.path`, else bytes. With a token store: the one that made it."""
+
+    def __post_init__(self) -> None:
+        if bool(self.source) == bool(self.mixture):
+            both = (
+                "names both a source and a mixture" if self.source else "names neither a source nor a mixture"
+            )
+            raise SettingError(
+                f"[data] {both}; give source, or a table [data.mixture.NAME] for each of several"
+            )
+        for name, part in self.mixture.items():
+            where = f"data.mixture.{name}"
+            if not isinstance(part, Mapping):
+                raise SettingError(f"{where} must be a table with a source and a weight, got {_shown(part)}")
+            for key in part:
+                if key not in ("source", "weight"):
+                    raise SettingError(
+                        f"{where}.{key} is no setting; a source of a mixture has source and weight"
+                    )
+            source, weight = part.get("source"), part.get("weight", 1)
+            if not (isinstance(source, str) or _is_texts(source)) or not source:
+                raise SettingError(
+                    f"{where}.source must be a text in quotes or a list of texts, got {_shown(source)}"
+                )
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+                raise SettingError(f"{where}.weight must be a number above 0, got {_shown(weight)}")
+
+    @property
+    def named(self) -> str:
+        """The source or the mixture's sources, for messages."""
+        if self.mixture:
+            return ", ".join(f"{name} ({part['source']})" for name, part in self.mixture.items())
+        return self.source if isinstance(self.source, str) else ", ".join(self.source)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from varlen.documents.source import open_source
+from varlen.documents.source import Mixture, open_source
 from varlen.errors import SettingError, VarlenError
 from varlen.store.open import open_tokens
 from varlen.store.tokens import TokenDocuments
@@ -50,10 +51,9 @@ def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
     own = model.path if model.path is not None and holds_tokenizer(model.path) else None
     origin = data.tokenizer if data.tokenizer is not None else own
     of_folders: dict[str, Any] = {"split": data.split, "format": data.format}
-    tokens = None
-    if data.mode != "streaming":
-        check_tokens = data.on_error != "skip"
-        tokens = open_tokens(as_data(data.source), check_tokens=check_tokens, **of_folders)
+    if data.mixture:
+        return _of_mixture(data, model, origin)
+    tokens = _tokens_of(data.source, data)
     if tokens is not None:
         return _of_tokens(tokens, data, model, origin)
     made = None if origin is None else _loaded(origin, own if data.tokenizer is None else None)
@@ -65,9 +65,36 @@ def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
     mark = None
     if model.type is not None:
         mark = open_source(
-            as_data(data.source), columns=data.columns, on_error=data.on_error or "raise", **of_folders
+            as_data(data), columns=data.columns, on_error=data.on_error or "raise", **of_folders
         ).made_by()
     return RunTokenizer(made=made, vocab_size=None if mark is None else mark.vocab_size, words=words)
+
+
+def _tokens_of(source: str | Sequence[str], data: DataSettings) -> TokenDocuments | None:
+    """Return a source opened as tokens; None if it holds none, or is read as a stream."""
+    if data.mode == "streaming":
+        return None
+    check_tokens = data.on_error != "skip"
+    return open_tokens(_listed(source), check_tokens=check_tokens, split=data.split, format=data.format)
+
+
+def _of_mixture(data: DataSettings, model: ModelSettings, origin: str | None) -> RunTokenizer:
+    """Return the tokenizer of several sources, which may be tokens of it, documents, or both."""
+    sizes = set()
+    made = None if origin is None else _loaded(origin, model.path if data.tokenizer is None else None)
+    for name, part in data.mixture.items():
+        tokens = _tokens_of(part["source"], data)
+        mark = None if tokens is None else made_by(tokens)
+        if mark is not None:
+            sizes.add(mark.vocab_size)
+        if tokens is not None and made is not None:
+            check_same(
+                f"data.mixture.{name}", mark, mark_of(made), f"index it again with --tokenizer {origin}"
+            )
+    if made is not None:
+        return RunTokenizer(made=made, origin=origin, vocab_size=made.vocab_size)
+    known = [size for size in sizes if size is not None]
+    return RunTokenizer(vocab_size=max(known, default=None))
 
 
 def _of_tokens(
@@ -126,11 +153,7 @@ def tokenizer_of_set(name: str, data: DataSettings, tokenizer: RunTokenizer) -> 
         data: with the set's source.
         tokenizer: of the run.
     """
-    of_folders: dict[str, Any] = {"split": data.split, "format": data.format}
-    tokens = None
-    if data.mode != "streaming":
-        check_tokens = data.on_error != "skip"
-        tokens = open_tokens(as_data(data.source), check_tokens=check_tokens, **of_folders)
+    tokens = _tokens_of(data.source, data)
     if tokens is None:
         if tokenizer.made is None and tokenizer.tokens is not None:
             raise SettingError(
@@ -147,8 +170,24 @@ def tokenizer_of_set(name: str, data: DataSettings, tokenizer: RunTokenizer) -> 
     return replace(tokenizer, tokens=tokens, words=())
 
 
-def as_data(source: str | tuple[str, ...]) -> str | list[str]:
-    """Return a configuration's source as an argument of the loader."""
+def as_data(data: DataSettings, *, is_endless: bool = False) -> str | list[str] | Mixture:
+    """Return a configuration's source as an argument of the loader.
+
+    Args:
+        data: of the configuration.
+        is_endless: whether a mixture that doesn't say when it ends never does.
+    """
+    if not data.mixture:
+        return _listed(data.source)
+    return Mixture(
+        {name: _listed(part["source"]) for name, part in data.mixture.items()},
+        {name: part.get("weight", 1) for name, part in data.mixture.items()},
+        unit=data.unit,
+        until=data.until or ("endless" if is_endless else "first"),
+    )
+
+
+def _listed(source: str | Sequence[str]) -> str | list[str]:
     return source if isinstance(source, str) else list(source)
 
 

@@ -55,7 +55,7 @@ from varlen.train.parallel import Ranks, joined
 from varlen.train.plans import SliceGradients, plans_of
 from varlen.train.settings import TrainSettings
 from varlen.train.step import Gradients, PackGradients, StepDone, Stepper
-from varlen.train.tokens import as_data, run_tokenizer, write_tokenizer
+from varlen.train.tokens import run_tokenizer, write_tokenizer
 from varlen.train.trackers import Tracked, check_trackers, trackers_of
 
 _EVALUATED = "evaluations"
@@ -245,9 +245,9 @@ class _Run:
                 where = self._newest
                 raise raised(stop, f"step {self._done:,} is saved in {where}, where the same command goes on")
         if self._done == 0:
-            source = as_data(self._settings.data.source)
-            named = source if isinstance(source, str) else ", ".join(source)
-            raise SourceError(f"{named}: no document to train on; name other data as data.source")
+            raise SourceError(
+                f"{self._settings.data.named}: no document to train on; name other data as data.source"
+            )
         self._evaluate(is_last=True)
         self._save()
         self._saver.wait()
