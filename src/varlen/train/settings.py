@@ -71,7 +71,8 @@ class DataSettings(_OfLoader):  # type: ignore[misc]
     source: str | tuple[str, ...] = ()
     """A token store of `varlen index`; or files, folders, globs or URLs of documents."""
     mixture: Mapping[str, Any] = field(default_factory=dict)
-    """In place of `source`, several by names of yours: `[data.mixture.NAME]` with a `source` as above and a `weight`."""
+    """In place of `source`, several by names of yours: `[data.mixture.NAME]` with a `source` as above and a
+    `weight`."""
     unit: Unit = "tokens"
     """Whether the weights of a mixture are shares of tokens or of documents."""
     until: Until | None = None
