@@ -155,7 +155,9 @@ def tokenizer_of_set(name: str, data: DataSettings, tokenizer: RunTokenizer) -> 
     """
     tokens = _tokens_of(data.source, data)
     if tokens is None:
-        if tokenizer.made is None and tokenizer.tokens is not None:
+        own = None if tokenizer.tokens is None else made_by(tokenizer.tokens)
+        of_bytes = own is not None and own.is_same(mark_of(ByteTokenizer())) is True
+        if tokenizer.made is None and tokenizer.tokens is not None and not of_bytes:
             raise SettingError(
                 f"eval.sets.{name} is of documents, and data.source of tokens, whose tokenizer isn't named; set "
                 "data.tokenizer to it, or index the set with it (varlen index)"
