@@ -30,6 +30,7 @@ WEIGHTS, BEGUN = "weights", "data_begun_at"
 _REFUSED = (
     *("data.capacity", "data.global_batch_size", "run.seed", "run.precision"),
     *(f"adapter.{name}" for name in ("method", "rank", "alpha", "targets")),
+    "optimizer.name",
 )
 _OF_THE_LOADER = _REFUSED[:3]
 _SAID = ("optimizer", "run", "log", "plan", "eval", "model.dtype", "model.attention")
