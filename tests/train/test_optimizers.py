@@ -108,10 +108,14 @@ def test_a_run_goes_on_to_the_same_bits(store, tmp_path, name):
     same_end(tmp_path / "whole", copy)
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused_by_what_it_lacks(store, tmp_path):
+def test_a_checkpoint_of_another_optimizer_is_refused_unless_its_state_may_begin_anew(store, tmp_path):
     train(settings(store, tmp_path / "run", run__steps=2), Notes())
-    with pytest.raises(StateError, match="optimizer.name was 'adamw' and is 'muon'"):
+    with pytest.raises(StateError, match=r"optimizer\.name was 'adamw' and is 'muon'"):
         train(settings(store, tmp_path / "run", optimizer__name="muon"), Notes())
+
+    notes = Notes()
+    train(settings(store, tmp_path / "run", optimizer__name="muon"), notes, allow_changed=True)
+    assert [step.step for step in notes.steps] == [3, 4, 5, 6]
 
 
 def test_an_optimizer_that_isnt_installed_says_what_to_install(monkeypatch):

@@ -96,6 +96,13 @@ def check_unchanged(
     return words, begins_anew
 
 
+def optimizer_of(found: Checkpoint) -> str:
+    """Return the name of the optimizer whose state a checkpoint holds."""
+    settings = found.manifest.get("settings")
+    named = settings.get("optimizer") if isinstance(settings, Mapping) else None
+    return str(named.get("name", "adamw")) if isinstance(named, Mapping) else "adamw"
+
+
 def _loader_state(found: Checkpoint) -> Mapping[str, Any]:
     """Return the loader's state in a checkpoint."""
     state = found.manifest.get("loader")

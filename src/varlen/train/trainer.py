@@ -23,8 +23,16 @@ from varlen.batch.packed import PackedBatch
 from varlen.errors import SourceError, VarlenError
 from varlen.feed.loader import PackedLoader
 from varlen.signals import SCHEDULERS, Stopped, end_soon, is_main_thread, was_interrupted
-from varlen.train.changes import BEGUN, WEIGHTS, WeightsMark, check_unchanged, checkpoint_of
+from varlen.train.changes import (
+    BEGUN,
+    WEIGHTS,
+    WeightsMark,
+    check_unchanged,
+    checkpoint_of,
+    optimizer_of,
+)
 from varlen.train.checkpoint import (
+    WEIGHT,
     Checkpoint,
     Saver,
     load,
@@ -198,6 +206,8 @@ class _Run:
         )
         if found is not None:
             tensors = self._tensors(stepper)
+            if optimizer_of(found) != settings.optimizer.name:  # which was allowed; its state begins anew
+                tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(WEIGHT)}
             load(found, tensors, ranks)
             put_steps(gradients.parameters, stepper.optimizer, self._tied, tensors)
             gradients.publish()
