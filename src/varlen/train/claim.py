@@ -32,6 +32,7 @@ from varlen.train.evaluate import EVALUATIONS, Evaluation
 from varlen.train.metrics import check_lines
 from varlen.train.model import clear_models
 from varlen.train.plans import MEASURED, STATE
+from varlen.train.samples import SAMPLES, Sample
 from varlen.train.settings import RunSettings
 from varlen.train.trackers import RECORDS, check_records
 
@@ -111,6 +112,7 @@ def prepare(run: RunSettings, metrics: str) -> None:
         refuse_link(folder / name, _OUT)
     check_lines(folder / metrics)
     check_lines(folder / EVALUATIONS, Evaluation)
+    check_lines(folder / SAMPLES, Sample)
     _check_plans(folder / STATE)
     check_records(folder / RECORDS)
     if is_there(folder / MEASURED):

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from varlen.adapters import hf
-from varlen.errors import SettingError
 from varlen.text.tokenizer import ByteTokenizer, Tokenizer
 from varlen.train.settings import SampleSettings
 
@@ -45,9 +45,8 @@ class Sampler:
         with _generating(model):
             for prompt in self._settings.prompts:
                 ids, _ = self._tokenizer.encode([prompt])
-                if not len(ids):
-                    raise SettingError("sample.prompts holds a text without tokens; leave it out")
-                given = torch.from_numpy(ids).long()[None].to(model.device)
+                ids = np.append(np.array(self._tokenizer.specials.prefix_ids, np.int64), ids)
+                given = torch.from_numpy(ids)[None].to(model.device)
                 written = self._continued(model, given, step)
                 found.append(Sample(step=step, prompt=prompt, text=self._tokenizer.decode(written)))
         return found

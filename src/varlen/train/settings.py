@@ -34,6 +34,7 @@ _TAKEN = {
     "plans.json",
     "hardware.json",
     "evaluations.jsonl",
+    "samples.jsonl",
     "trackers.json",
 }
 """Names in the output folder that have another use."""
@@ -440,6 +441,26 @@ class AdapterSettings:
             raise SettingError(f"adapter.alpha must be above 0, got {self.alpha:g}")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleSettings:
+    """`[sample]`: texts that the model writes after prompts, to look at while it is trained."""
+
+    prompts: tuple[str, ...]
+    every: int = 500
+    """Steps between texts; the last step has some too. 0: only that."""
+    tokens: int = 64
+    """Of a text, at most."""
+    temperature: float = 0.0
+    """0: always the likeliest token."""
+
+    def __post_init__(self) -> None:
+        _check_range("sample.every", self.every, 0)
+        _check_range("sample.tokens", self.tokens, 1)
+        _check_range("sample.temperature", self.temperature, 0)
+        if not all(self.prompts) or not self.prompts:
+            raise SettingError("sample.prompts must hold texts, and no empty one; or leave [sample] out")
+
+
 Tracking = Literal["tensorboard", "wandb", "mlflow"]
 
 
@@ -476,12 +497,18 @@ class TrainSettings:
     eval: EvalSettings | None = None
     track: TrackSettings | None = None
     adapter: AdapterSettings | None = None
+    sample: SampleSettings | None = None
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.model.attention != "auto":
             raise SettingError(
                 f'model.attention = "{self.model.attention}" and [plan]: slices bring their own attention; leave one '
                 "of them out"
+            )
+        divided = [] if self.plan is None else [n for n in ("pp", "cp", "tp") if getattr(self.plan, n) > 1]
+        if divided and self.sample is not None:
+            raise SettingError(
+                f"[sample] needs a whole model on each process, and plan.{divided[0]} divides it; leave one of them out"
             )
         if self.plan is not None and self.run.checkpoint_activations:
             raise SettingError(

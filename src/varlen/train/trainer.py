@@ -61,6 +61,7 @@ from varlen.train.model import (
 from varlen.train.optimizers import learning_rate, make_optimizer
 from varlen.train.parallel import Ranks, joined
 from varlen.train.plans import SliceGradients, plans_of
+from varlen.train.samples import SAMPLES, Sample, Sampler
 from varlen.train.settings import TrainSettings
 from varlen.train.step import Gradients, PackGradients, StepDone, Stepper
 from varlen.train.tokens import run_tokenizer, write_tokenizer
@@ -150,6 +151,11 @@ class _Run:
         if settings.track is not None and ranks.is_first:
             note = partial(self._notify, "note")
             self._tracked = stack.enter_context(trackers_of(settings, self._done, note))
+        self._sampler: Sampler | None = None
+        self._samples: MetricsFile | None = None
+        if settings.sample is not None:
+            self._sampler = Sampler(settings.sample, self._tokenizer.made, run.seed)
+            self._samples = self._lines(SAMPLES, self._done, Sample)
         self._evaluations: MetricsFile | None = None
         if self._evaluator is not None:
             self._evaluations = self._lines(EVALUATIONS, self._best.last, Evaluation)
@@ -244,6 +250,7 @@ class _Run:
             stop = self._report()  # the step before, while a GPU computes this one
             self._done, self._pending = self._done + 1, launched
             is_best = self._evaluate(is_last=self._done == self._steps)
+            self._sample(is_last=self._done == self._steps)
             is_due = self._is_checkpoint_due() or is_best
             if self._ranks.device.type == "cpu" or is_due:
                 stop = self._report() or stop
@@ -276,6 +283,16 @@ class _Run:
             self._evaluations.write(evaluation)
         self._notify("evaluation", evaluation)
         return settings is not None and settings.keep_best and evaluation.is_best and self._done > 0
+
+    def _sample(self, *, is_last: bool) -> None:
+        """Let the model write texts if they are due."""
+        if self._sampler is None or not self._sampler.is_due(self._done, is_last=is_last):
+            return
+        self._report()
+        for sample in self._sampler.write(self._done, self._stepper.model):
+            if self._samples is not None:
+                self._samples.write(sample)
+            self._notify("note", f"after step {sample.step:,}: {sample.prompt}|{sample.text}")
 
     @property
     def _is_over(self) -> bool:
