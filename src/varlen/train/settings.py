@@ -508,7 +508,8 @@ class TrainSettings:
         divided = [] if self.plan is None else [n for n in ("pp", "cp", "tp") if getattr(self.plan, n) > 1]
         if divided and self.sample is not None:
             raise SettingError(
-                f"[sample] needs a whole model on each process, and plan.{divided[0]} divides it; leave one of them out"
+                f"[sample] needs a whole model on each process, and plan.{divided[0]} divides it; leave one of them "
+                "out"
             )
         if self.plan is not None and self.run.checkpoint_activations:
             raise SettingError(
