@@ -225,6 +225,8 @@ class RunSettings:
     checkpoint_activations: bool = False
     """Whether each layer keeps only its input, and is computed again in the backward pass: a third more time, and far
     less memory. Of slices, `plan.recompute` decides."""
+    compile: bool = False
+    """Whether layers are compiled (torch.compile), once for all packs; it needs `data.layout` "rows"."""
     threads: int | None = None
     """CPU threads per process; runs are bitwise equal only with the same number."""
     timeout_s: float = 600.0
@@ -510,6 +512,15 @@ class TrainSettings:
             raise SettingError(
                 f"[sample] needs a whole model on each process, and plan.{divided[0]} divides it; leave one of them "
                 "out"
+            )
+        if self.run.compile and self.plan is not None:
+            raise SettingError(
+                "run.compile is for whole packs, which all have one shape, and [plan] runs slices of many; leave one of "
+                "them out"
+            )
+        if self.run.compile and self.data.layout == "flat":
+            raise SettingError(
+                'run.compile needs packs of one shape, and data.layout = "flat" has many; set data.layout = "rows"'
             )
         if self.plan is not None and self.run.checkpoint_activations:
             raise SettingError(

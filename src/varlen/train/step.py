@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch._dynamo
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
@@ -209,7 +210,11 @@ class PackGradients(Gradients[PackedBatch]):
     ) -> None:
         self.model, self._wrapped = model, distributed(model, settings.run, ranks)
         self._settings, self._ranks, self._has_weights = settings, ranks, has_weights
+        self._is_compiled = False
         settle(self._wrapped, lambda: self._loss(smallest_batch(settings.data.pad_id or 0))[0])
+        if settings.run.compile:  # now, since that batch has another shape
+            self._is_compiled = True
+            compile_layers(model)
 
     def add(self, batch: PackedBatch, *, is_last: bool) -> Part:
         """See `Gradients`."""
@@ -263,10 +268,31 @@ class PackGradients(Gradients[PackedBatch]):
         weights = batch.to_torch(self._ranks.device).loss_weights() if self._has_weights else None
         arguments = hf.model_inputs(unweighted(batch), self.model)
         labels = arguments.pop("labels")
+        if self._is_compiled:
+            arguments = of_one_graph(arguments)
         with computing(self._wrapped, self._settings.run, self._ranks):
             # DDP's own forward pass would prepare a reduction of gradients, which an evaluation hasn't.
             model = self._wrapped if torch.is_grad_enabled() else self.model
             return model(**arguments).logits, labels, weights
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each layer in place; layers of one kind share a graph."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in model.modules():
+        if type(module).__name__ in names:
+            module.compile()
+
+
+def of_one_graph(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's arguments so that another number or length of documents needs no other graph."""
+    width = arguments["input_ids"].shape[-1]
+    found = dict(arguments)
+    for side in ("q", "k"):
+        if f"cu_seq_lens_{side}" in found:
+            torch._dynamo.mark_dynamic(found[f"cu_seq_lens_{side}"], 0)  # type: ignore[no-untyped-call]
+            found[f"max_length_{side}"] = width
+    return found
 
 
 def _documents_of(batch: PackedBatch) -> tuple[IntArray, IntArray]:

@@ -12,6 +12,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from varlen.adapters.hf.model import implementation, text_config, unwrap
+from varlen.attention.compiled import attend_opaquely
 from varlen.attention.documents import attend_in_packs
 from varlen.attention.rules import rules_of_call
 from varlen.errors import ModelError
@@ -105,7 +106,11 @@ def varlen_attention(
     rules = rules_of_call(module, query, NAME, dropout=dropout, scaling=scaling, **rest)
     rows, _, width, _ = query.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    out = attend_in_packs(*flat, ends=ends, longest=max_length_q, rules=rules, sinks=s_aux)
+    if torch.compiler.is_compiling():
+        longest = rows * width if max_length_q is None else max_length_q
+        out = attend_opaquely(*flat, ends=ends, longest=longest, rules=rules, sinks=s_aux)
+    else:
+        out = attend_in_packs(*flat, ends=ends, longest=max_length_q, rules=rules, sinks=s_aux)
     return out.view(rows, width, *out.shape[1:]), None
 
 
@@ -130,8 +135,9 @@ def _checked_boundaries(
             f'the "{NAME}" attention was called with {key.shape[2]:,} keys for {width:,} queries a row, so a '
             "cache is on; pass use_cache=False"
         )
-    # On a GPU, reading the end would wait for the device in every layer.
-    if cu_seq_lens_q.device.type == "cpu" and int(cu_seq_lens_q[-1]) != rows * width:
+    # On a GPU, reading the end would wait for the device in every layer; compiled, it would end the graph.
+    is_read = cu_seq_lens_q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if is_read and int(cu_seq_lens_q[-1]) != rows * width:
         raise ModelError(
             f"the boundaries end at token {int(cu_seq_lens_q[-1]):,}, but the batch has {rows:,} x {width:,} "
             "tokens; padding needs segments of its own, as in PackedBatch.cu_seqlens"

@@ -1,0 +1,128 @@
+"""Attention of whole packs as one operator, so that `torch.compile` makes one graph whatever the documents.
+
+Where documents end is data: traced, each number and length of documents would be a graph of its own. The operator is
+opaque to the compiler. Its backward pass computes the forward pass again, since the kernels beneath differ in what
+they keep.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from varlen.attention.documents import attend_in_packs
+from varlen.attention.rules import LayerRules
+from varlen.errors import ModelError
+
+NO_WINDOW = 0
+NO_CAP = 0.0
+
+
+def attend_opaquely(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    ends: torch.Tensor,
+    longest: int,
+    rules: LayerRules,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend as `attend_in_packs`, within a graph of the compiler.
+
+    Args:
+        query: see there, as for all others.
+        longest: at least the tokens of the longest segment; a constant makes one graph.
+    """
+    if rules.dropout > 0:
+        raise ModelError(
+            "torch.compile and dropout of attention don't go together: its backward pass would draw another mask; set "
+            "the model's attention_dropout to 0, or run.compile = false"
+        )
+    window = NO_WINDOW if rules.window is None else rules.window
+    cap = NO_CAP if rules.softcap is None else rules.softcap
+    out: torch.Tensor = torch.ops.varlen.attend(
+        query, key, value, ends, sinks, longest, rules.scale, window, cap
+    )
+    return out
+
+
+def _attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    sinks: torch.Tensor | None,
+    longest: int,
+    scale: float,
+    window: int,
+    cap: float,
+) -> torch.Tensor:
+    rules = LayerRules(
+        scale=scale,
+        window=None if window == NO_WINDOW else window,
+        softcap=None if cap == NO_CAP else cap,
+        dropout=0.0,
+    )
+    return attend_in_packs(query, key, value, ends=ends, longest=longest, rules=rules, sinks=sinks)
+
+
+@torch.library.custom_op("varlen::attend", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    sinks: torch.Tensor | None,
+    longest: int,
+    scale: float,
+    window: int,
+    cap: float,
+) -> torch.Tensor:
+    with torch.no_grad():
+        return _attended(query, key, value, ends, sinks, longest, scale, window, cap).contiguous()
+
+
+@_attend.register_fake
+def _(query, key, value, ends, sinks, longest, scale, window, cap):  # type: ignore[no-untyped-def]
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+@torch.library.custom_op("varlen::attend_backward", mutates_args=())
+def _attend_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    sinks: torch.Tensor | None,
+    longest: int,
+    scale: float,
+    window: int,
+    cap: float,
+) -> list[torch.Tensor]:
+    given = [x.detach().requires_grad_() for x in (query, key, value, *([] if sinks is None else [sinks]))]
+    with torch.enable_grad():
+        out = _attended(*given[:3], ends, given[3] if len(given) == 4 else None, longest, scale, window, cap)
+    return [x.contiguous() for x in torch.autograd.grad(out, given, gradient)]
+
+
+@_attend_backward.register_fake
+def _(gradient, query, key, value, ends, sinks, longest, scale, window, cap):  # type: ignore[no-untyped-def]
+    return [x.new_empty(x.shape) for x in (query, key, value, *([] if sinks is None else [sinks]))]
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    query, key, value, ends, sinks, *ctx.settings = inputs
+    ctx.save_for_backward(query, key, value, ends, sinks)
+
+
+def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    query, key, value, ends, sinks = ctx.saved_tensors
+    found = torch.ops.varlen.attend_backward(
+        gradient.contiguous(), query, key, value, ends, sinks, *ctx.settings
+    )
+    of_sinks = found[3] if sinks is not None else None
+    return (*found[:3], None, of_sinks, None, None, None, None)
+
+
+_attend.register_autograd(_backward, setup_context=_keep)
