@@ -44,7 +44,7 @@ def test_an_evaluation_adds_one_graph(store, tmp_path):
 
 
 def test_dropout_of_attention_is_refused(store, tmp_path):
-    with pytest.raises((ModelError, Exception), match="attention_dropout to 0, or run.compile = false"):
+    with pytest.raises((ModelError, Exception), match=r"attention_dropout to 0, or run.compile = false"):
         train(settings(store, tmp_path / "run", run__compile=True), Notes())
 
 

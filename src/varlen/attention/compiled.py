@@ -7,6 +7,8 @@ they keep.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from varlen.attention.documents import attend_in_packs
@@ -35,8 +37,8 @@ def attend_opaquely(
     """
     if rules.dropout > 0:
         raise ModelError(
-            "torch.compile and dropout of attention don't go together: its backward pass would draw another mask; set "
-            "the model's attention_dropout to 0, or run.compile = false"
+            "torch.compile and dropout of attention don't go together: its backward pass would draw another mask; "
+            "set the model's attention_dropout to 0, or run.compile = false"
         )
     window = NO_WINDOW if rules.window is None else rules.window
     cap = NO_CAP if rules.softcap is None else rules.softcap
@@ -83,7 +85,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(query, key, value, ends, sinks, longest, scale, window, cap):  # type: ignore[no-untyped-def]
+def _(query: torch.Tensor, _key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -107,16 +109,17 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(gradient, query, key, value, ends, sinks, longest, scale, window, cap):  # type: ignore[no-untyped-def]
+def _(_gradient: torch.Tensor, *given: Any) -> list[torch.Tensor]:
+    query, key, value, _ends, sinks, *_ = given
     return [x.new_empty(x.shape) for x in (query, key, value, *([] if sinks is None else [sinks]))]
 
 
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001 - by name
     query, key, value, ends, sinks, *ctx.settings = inputs
     ctx.save_for_backward(query, key, value, ends, sinks)
 
 
-def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     query, key, value, ends, sinks = ctx.saved_tensors
     found = torch.ops.varlen.attend_backward(
         gradient.contiguous(), query, key, value, ends, sinks, *ctx.settings

@@ -515,8 +515,8 @@ class TrainSettings:
             )
         if self.run.compile and self.plan is not None:
             raise SettingError(
-                "run.compile is for whole packs, which all have one shape, and [plan] runs slices of many; leave one of "
-                "them out"
+                "run.compile is for whole packs, which all have one shape, and [plan] runs slices of many; leave one "
+                "of them out"
             )
         if self.run.compile and self.data.layout == "flat":
             raise SettingError(
