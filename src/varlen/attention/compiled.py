@@ -40,6 +40,10 @@ def attend_opaquely(
             "torch.compile and dropout of attention don't go together: its backward pass would draw another mask; "
             "set the model's attention_dropout to 0, or run.compile = false"
         )
+    if torch.is_autocast_enabled(query.device.type):  # whose casts end where the operator begins
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        sinks = None if sinks is None else sinks.to(dtype)
     window = NO_WINDOW if rules.window is None else rules.window
     cap = NO_CAP if rules.softcap is None else rules.softcap
     out: torch.Tensor = torch.ops.varlen.attend(

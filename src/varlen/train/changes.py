@@ -29,11 +29,11 @@ WEIGHTS, BEGUN = "weights", "data_begun_at"
 """Keys of a manifest: the weights that a run began with, and the step at which its data was restarted."""
 _REFUSED = (
     *("data.capacity", "data.global_batch_size", "run.seed", "run.precision"),
-    *(f"adapter.{name}" for name in ("method", "rank", "alpha", "targets")),
     "optimizer.name",
 )
+_OF_ADAPTER = ("method", "rank", "alpha", "targets")
 _OF_THE_LOADER = _REFUSED[:3]
-_SAID = ("optimizer", "run", "log", "plan", "eval", "model.dtype", "model.attention")
+_SAID = ("optimizer", "run", "log", "plan", "eval", "adapter.dropout", "model.dtype", "model.attention")
 _PLACES = ("run.output", "run.resume")
 
 
@@ -60,13 +60,11 @@ def check_unchanged(
     before: dict[str, Any] = dict(_flat(was)) if isinstance(was, Mapping) else {}
     after = dict(_flat(now))
     before.setdefault("run.seed", found.manifest.get("seed"))
+    before.setdefault("optimizer.name", optimizer_of(found))
     changed = {
         name: _was(name, before[name], after[name]) for name in _REFUSED if _differ(name, before, after)
     }
-    has_adapter = isinstance(was, Mapping) and was.get("adapter") is not None
-    if has_adapter != (settings.adapter is not None):
-        words = ("is", "isn't") if has_adapter else ("isn't", "is")
-        changed["adapter"] = f"it {words[0]} of an adapter, and this run {words[1]}"
+    _check_adapter(found, settings, before)
     changes = [*changed.values(), *_other_model(found, settings, config, before)]
     begins_anew = False
     try:
@@ -91,9 +89,31 @@ def check_unchanged(
     words += [
         _was(name, before.get(name), after.get(name))
         for name in names
-        if isinstance(was, Mapping) and name not in _REFUSED and before.get(name) != after.get(name)
+        # A setting that is new since then, with its default, is no change.
+        if isinstance(was, Mapping)
+        and name not in _REFUSED
+        and before.get(name, after.get(name)) != after.get(name)
     ]
     return words, begins_anew
+
+
+def _check_adapter(found: Checkpoint, settings: TrainSettings, before: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another adapter, or of none: it lacks the weights that would be trained."""
+    now = {} if settings.adapter is None else asdict(settings.adapter)
+    had, has = any(name.startswith("adapter.") for name in before), settings.adapter is not None
+    words = [_was("[adapter]", "there" if had else "not there", "there" if has else "not there")] * (
+        had != has
+    )
+    if had and has:
+        names = [
+            name for name in _OF_ADAPTER if before.get(f"adapter.{name}") != json.loads(json.dumps(now[name]))
+        ]
+        words = [_was(f"adapter.{name}", before.get(f"adapter.{name}"), now[name]) for name in names]
+    if words:
+        raise StateError(
+            f"{found.folder} was trained with another adapter: {'; '.join(words)}. Set it back, or choose another "
+            "run.output"
+        )
 
 
 def optimizer_of(found: Checkpoint) -> str:

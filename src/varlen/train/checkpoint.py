@@ -45,6 +45,7 @@ from varlen.files.ours import free_words, is_there, may_be_used, refuse_link, re
 from varlen.regular import open_regular, read_regular, require_regular
 from varlen.train.optimizers import Optimizer, named_tensors, put_step
 from varlen.train.parallel import Ranks
+from varlen.train.settings import RunSettings
 
 WEIGHT, STEP = "model.", "optimizer.step."
 Tensors = dict[str, torch.Tensor]
@@ -153,9 +154,12 @@ class Saver:
     The next checkpoint waits for the one before it; both ways write the same files.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, keep: int, *, in_background: bool) -> None:
-        self._folder, self._keep, self._in_background = folder, keep, in_background
-        self._ranks = ranks.apart() if in_background else ranks
+    def __init__(self, folder: Path, ranks: Ranks, run: RunSettings) -> None:
+        self._folder, self._keep, self._in_background = folder, run.keep, run.save_in_background
+        self._ranks = ranks.apart(run.timeout_s) if run.save_in_background else ranks
+        self._timeout_s = run.timeout_s
+        self.saved = 0
+        """Step of the newest checkpoint that was written; 0 for none."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -163,7 +167,8 @@ class Saver:
         """Write a checkpoint, or begin to; all ranks call it together."""
         self.wait()
         if not self._in_background:
-            save(self._folder, step, tensors, notes, self._ranks, self._keep, best)
+            self._write(self._folder, step, tensors, notes, self._ranks, self._keep, best)
+            self.wait()
             return
         of_gpu = {name: each for name, each in tensors.items() if each.device.type != "cpu"}
         copies = {name: each.clone() for name, each in tensors.items() if name not in of_gpu}
@@ -182,9 +187,15 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def _write(self, *given: Any) -> None:
+    def close(self) -> None:
+        """Wait for what has begun, whatever becomes of it."""
+        if self._thread is not None:
+            self._thread.join(self._timeout_s)
+
+    def _write(self, folder: Path, step: int, *given: Any) -> None:
         try:
-            save(*given)
+            save(folder, step, *given)
+            self.saved = step
         except BaseException as error:
             self._error = error
 

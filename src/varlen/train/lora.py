@@ -13,12 +13,32 @@ import torch
 from safetensors.torch import save_file
 
 from varlen.errors import SettingError
-from varlen.train.settings import AdapterSettings
+from varlen.train.settings import AdapterSettings, TrainSettings
 
 _NAME = "default"
 """Of the adapter, within peft's layers."""
+_ENDS = {"lm_head", "embed_tokens", "embed_out", "wte", "embed_in"}
+"""What families call their embedding and their output head."""
 _ADDED = "base_model.model."
 """What peft puts before names in its files."""
+
+
+def check_adapter(settings: TrainSettings, config: Any) -> None:
+    """Refuse an adapter that couldn't be exported."""
+    adapter = settings.adapter
+    if adapter is None:
+        return
+    if settings.model.type is not None and adapter.export == "adapter":
+        raise SettingError(
+            "[adapter] of random weights (model.type) would be exported without the weights that it belongs to; set "
+            'adapter.export = "merged", or name a model as model.path'
+        )
+    ends = [name for name in adapter.targets if name.rpartition(".")[2] in _ENDS]
+    if ends and getattr(config, "tie_word_embeddings", False):
+        raise SettingError(
+            f"adapter.targets names {ends[0]!r}, whose weight is that of the model's other end too "
+            "(tie_word_embeddings), so an adapter of one end would change both when it is merged; leave it out"
+        )
 
 
 def add_adapter(model: Any, settings: AdapterSettings) -> None:
@@ -31,7 +51,7 @@ def add_adapter(model: Any, settings: AdapterSettings) -> None:
 
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    targets = _targets(model, settings)
+    targets = targets_of(model, settings)
     try:
         inject_adapter_in_model(_config(settings, targets), model, adapter_name=_NAME)
     except ValueError as error:
@@ -39,8 +59,13 @@ def add_adapter(model: Any, settings: AdapterSettings) -> None:
         raise SettingError(f"peft refuses the adapter: {reason}; change adapter.targets") from None
 
 
-def _targets(model: Any, settings: AdapterSettings) -> list[str]:
-    """Return the names of the layers that get an adapter; by default all linear ones but the output head."""
+def targets_of(model: Any, settings: AdapterSettings) -> list[str]:
+    """Return the names of the layers that get an adapter; by default all linear ones but the output head.
+
+    Args:
+        model: without an adapter; may be on "meta".
+        settings: of the adapter.
+    """
     head = model.get_output_embeddings()
     linear = {
         name: module
@@ -80,12 +105,15 @@ def is_of_adapter(name: str) -> bool:
     return f".{_NAME}." in f"{name}." and ".lora_" in name
 
 
-def merged_weights(model: Any, adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def merged_weights(
+    model: Any, adapter: Mapping[str, torch.Tensor], tied: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
     """Return the weights of a model with an adapter in them, by the names that they have without one.
 
     Args:
         model: with its own weights and an adapter's layers, on the CPU; it is changed.
         adapter: the adapter's weights.
+        tied: other names of tied weights, which are left out.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -93,23 +121,33 @@ def merged_weights(model: Any, adapter: Mapping[str, torch.Tensor]) -> dict[str,
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.merge(safe_merge=True)
-    return {
+    plain = {
         name.replace(".base_layer.", "."): weight
         for name, weight in model.state_dict().items()
         if not is_of_adapter(name)
     }
+    return {name: weight for name, weight in plain.items() if name not in tied}
 
 
 def write_adapter(
-    folder: Path, settings: AdapterSettings, model: Any, adapter: Mapping[str, torch.Tensor], base: str | None
+    folder: Path,
+    settings: AdapterSettings,
+    targets: list[str],
+    adapter: Mapping[str, torch.Tensor],
+    base: str | None,
 ) -> None:
-    """Write an adapter as peft does, so that peft and transformers load it onto the model that it was made for."""
-    config = _config(settings, _targets(model, settings))
-    config.base_model_name_or_path = base
-    config.inference_mode = True
-    found = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()
-    }
+    """Write an adapter as peft does, so that peft and transformers load it onto the model that it was made for.
+
+    Args:
+        folder: that is there.
+        settings: of the adapter.
+        targets: as `targets_of` returns them.
+        adapter: the adapter's weights, by the model's names.
+        base: folder or name of the model.
+    """
+    config = _config(settings, targets)
+    config.base_model_name_or_path, config.inference_mode = base, True
+    found = {key: sorted(each) if isinstance(each, set) else each for key, each in config.to_dict().items()}
     (folder / "adapter_config.json").write_text(json.dumps(found, indent=1, sort_keys=True), encoding="utf-8")
     weights = {
         f"{_ADDED}{name.replace(f'.{_NAME}', '')}": each.contiguous() for name, each in adapter.items()

@@ -33,7 +33,10 @@ class Optimizer:
     def step(self, learning_rate: float) -> None:
         """Update all parameters that have gradients."""
         for group in self.param_groups:
-            group["lr"] = learning_rate
+            if isinstance(group["lr"], torch.Tensor):  # of torchao
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
         for part in self._parts:
             part.step()
 
@@ -108,6 +111,7 @@ def _muon(parameters: Mapping[str, torch.nn.Parameter], settings: OptimizerSetti
 def _adafactor(
     parameters: Mapping[str, torch.nn.Parameter], settings: OptimizerSettings
 ) -> torch.optim.Optimizer:
+    _check_whole(parameters, settings)
     return torch.optim.Adafactor(_groups(parameters, settings), lr=settings.learning_rate)
 
 
@@ -121,12 +125,7 @@ def _adamw_8bit(
             'optimizer.name = "adamw_8bit" needs torchao, which isn\'t installed; install it (pip install torchao), '
             'or set optimizer.name = "adamw"'
         ) from None
-    divided = next((name for name, p in parameters.items() if isinstance(p, DTensor)), None)
-    if divided is not None:
-        raise SettingError(
-            f'optimizer.name = "adamw_8bit" can\'t divide its state among processes, and {divided} is divided; set '
-            'run.parallel = "ddp", or optimizer.name = "adafactor", whose state is small too'
-        )
+    _check_whole(parameters, settings)
     made: torch.optim.Optimizer = AdamW8bit(
         _groups(parameters, settings),
         lr=settings.learning_rate,
@@ -134,6 +133,16 @@ def _adamw_8bit(
         eps=settings.epsilon,
     )
     return made
+
+
+def _check_whole(parameters: Mapping[str, torch.nn.Parameter], settings: OptimizerSettings) -> None:
+    """Refuse parameters that are divided among processes, whose state this optimizer can't divide."""
+    divided = next((name for name, p in parameters.items() if isinstance(p, DTensor)), None)
+    if divided is not None:
+        raise SettingError(
+            f'optimizer.name = "{settings.name}" can\'t divide its state among processes, and {divided} is divided; '
+            'set run.parallel = "ddp" without [plan], or optimizer.name = "adamw"'
+        )
 
 
 def _groups(

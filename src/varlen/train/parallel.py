@@ -59,6 +59,13 @@ def sharded(model: Any, settings: RunSettings, device: torch.device, mesh: Devic
     return model.to(device)
 
 
+def reshard(model: Any) -> None:
+    """Free what a forward pass without a backward pass has gathered: FSDP2 leaves the root's parameters whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def computing(model: Any, settings: RunSettings, ranks: Ranks) -> AbstractContextManager[Any]:
     """Return the context of a forward pass: autocast for bf16, unless FSDP2 casts parameters itself."""
     if settings.precision == "bf16" and not isinstance(model, FSDPModule):
@@ -121,11 +128,11 @@ class Ranks:
         dist.all_gather(parts, mine, group=self.group)
         return torch.stack(parts)
 
-    def apart(self) -> Ranks:
+    def apart(self, timeout_s: float) -> Ranks:
         """Return the same ranks with a process group of their own, for calls of another thread."""
         if not dist.is_initialized():
             return self
-        return replace(self, group=dist.new_group(backend="gloo"))
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
     def check_all(self, fault: VarlenError | None) -> None:
         """Raise an error on every rank if one has failed."""

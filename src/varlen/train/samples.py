@@ -11,8 +11,11 @@ import numpy as np
 import torch
 
 from varlen.adapters import hf
+from varlen.errors import SettingError
 from varlen.text.tokenizer import ByteTokenizer, Tokenizer
+from varlen.train.parallel import reshard
 from varlen.train.settings import SampleSettings
+from varlen.train.tokens import RunTokenizer
 
 SAMPLES: Final = "samples.jsonl"
 """File in a run's folder with one line a text."""
@@ -30,18 +33,22 @@ class Sample:
 class Sampler:
     """Writes texts after the prompts of a run; every rank writes the same, since ranks may share the model."""
 
-    def __init__(self, settings: SampleSettings, tokenizer: Tokenizer | None, seed: int) -> None:
-        self._settings, self._seed = settings, seed
-        self._tokenizer = ByteTokenizer() if tokenizer is None else tokenizer
+    def __init__(self, settings: SampleSettings, tokenizer: RunTokenizer, seed: int) -> None:
+        if tokenizer.made is None and not tokenizer.is_of_bytes:
+            raise SettingError(
+                "[sample] needs the tokenizer that made the data's tokens, which isn't named; set data.tokenizer to it"
+            )
+        self._settings, self._seed, self._last = settings, seed, 0
+        self._tokenizer: Tokenizer = ByteTokenizer() if tokenizer.made is None else tokenizer.made
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Return whether texts are written after a step."""
         every = self._settings.every
-        return step > 0 and (is_last or (every > 0 and step % every == 0))
+        return step > self._last and (is_last or (every > 0 and step % every == 0))
 
     def write(self, step: int, model: Any) -> list[Sample]:
         """Return a text for each prompt; all ranks call it together."""
-        found = []
+        found, self._last = [], step
         with _generating(model):
             for prompt in self._settings.prompts:
                 ids, _ = self._tokenizer.encode([prompt])
@@ -77,8 +84,9 @@ def _generating(model: Any) -> Iterator[None]:
     model.eval()
     model.set_attn_implementation("sdpa" if attention == "varlen" else attention)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # each length is another shape
             yield
     finally:
+        reshard(model)
         model.set_attn_implementation(attention)
         model.train()

@@ -22,11 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from varlen.adapters import hf
 from varlen.batch.collate import collate
-from varlen.batch.packed import IGNORE_INDEX, PackedBatch
+from varlen.batch.packed import IGNORE_INDEX, PackedBatch, on_host
+from varlen.errors import SettingError
 from varlen.pack.api import pack
 from varlen.step_plan import StepPlan
 from varlen.train.optimizers import Optimizer
-from varlen.train.parallel import Ranks, accumulating, computing, distributed, settle
+from varlen.train.parallel import Ranks, accumulating, computing, distributed, reshard, settle
 from varlen.train.settings import TrainSettings
 from varlen.types import FloatArray, IntArray
 
@@ -239,6 +240,7 @@ class PackGradients(Gradients[PackedBatch]):
             with torch.no_grad():
                 losses, weights = target_losses(*self._forward(batch))
         finally:
+            reshard(self.model)
             self.model.train()
         sums = [
             np.bincount(documents, values.double().cpu().numpy(), minlength=len(lengths) + 1)[1:]
@@ -279,9 +281,15 @@ class PackGradients(Gradients[PackedBatch]):
 def compile_layers(model: Any) -> None:
     """Compile each layer in place; layers of one kind share a graph."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    for module in model.modules():
-        if type(module).__name__ in names:
-            module.compile()
+    # FSDP2 gives layers a class of its own, made of theirs.
+    layers = [each for each in model.modules() if any(kind.__name__ in names for kind in type(each).__mro__)]
+    if not layers:
+        raise SettingError(
+            f"run.compile compiles the layers of a model, and {type(model).__name__} doesn't name them "
+            "(_no_split_modules); leave it out"
+        )
+    for layer in layers:
+        layer.compile()
 
 
 def of_one_graph(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,7 +305,7 @@ def of_one_graph(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _documents_of(batch: PackedBatch) -> tuple[IntArray, IntArray]:
     """Return each position's document, from 1 on and 0 at padding, and the lengths of the documents."""
-    segments = np.atleast_2d(np.asarray(batch.segment_ids)).astype(np.int64)
+    segments = np.atleast_2d(on_host(batch.segment_ids)).astype(np.int64)
     before = np.cumsum(np.append(0, segments.max(axis=1) + 1))[:-1]
     return np.where(segments < 0, 0, segments + 1 + before[:, None]).ravel(), np.asarray(
         batch.document_lengths
@@ -348,7 +356,7 @@ def target_loss_sum(
 def target_losses(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weighed losses of all targets, and their weights, float32 `[rows * width]`, without gradients.
+    """Return the weighted losses of all targets, and their weights, float32 `[rows * width]`, without gradients.
 
     They stand at the positions that predict the targets, which are in the same documents; elsewhere is 0.
     """
