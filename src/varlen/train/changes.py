@@ -116,6 +116,16 @@ def _check_adapter(found: Checkpoint, settings: TrainSettings, before: Mapping[s
         )
 
 
+def is_same_evaluation(found: Checkpoint, settings: TrainSettings) -> bool:
+    """Return whether the losses of a checkpoint's evaluations may be compared with those of a run."""
+    was = found.manifest.get("settings")
+    had = was.get("eval") if isinstance(was, Mapping) else None
+    now = None if settings.eval is None else json.loads(json.dumps(asdict(settings.eval)))
+    if not isinstance(had, Mapping) or now is None:
+        return False
+    return all(had.get(name) == now[name] for name in ("sets", "monitor", "tokens"))
+
+
 def optimizer_of(found: Checkpoint) -> str:
     """Return the name of the optimizer whose state a checkpoint holds."""
     settings = found.manifest.get("settings")

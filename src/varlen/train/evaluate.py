@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from varlen.errors import SourceError, StateError
+from varlen.errors import SettingError, SourceError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.plans import GivenPlans
 from varlen.train.loaders import open_loader
@@ -96,9 +96,9 @@ class Best:
         return {name: value for name, value in asdict(self).items() if value != math.inf}
 
     @classmethod
-    def from_json(cls, found: Any) -> Best:
-        """Return what a manifest holds; the initial state for none."""
-        if found is None:
+    def from_json(cls, found: Any, *, is_same: bool = True) -> Best:
+        """Return what a manifest holds; the initial state for none, and for losses of other documents."""
+        if found is None or not is_same:
             return cls()
         try:
             loss = float(found.get("loss", math.inf))
@@ -136,6 +136,22 @@ class Evaluator:
                 open_loader(replace(settings, data=data), config, of_set, ranks, plans, epochs=1)
             )
             self._sets[name] = (loader, loader.state_dict())
+            self._check(name, is_planned=plans is not None)
+
+    def _check(self, name: str, *, is_planned: bool) -> None:
+        """Refuse a set without targets before anything is trained; all ranks read alike."""
+        loader, begin = self._sets[name]
+        if is_planned and loader.has_weights:
+            raise SettingError(
+                f"the rows of eval.sets.{name} have weights, and [plan] evaluates without them; set data.row_weights = "
+                "false, or leave [plan] out"
+            )
+        if not any(batch.step_num_targets for batch in loader):
+            raise SourceError(
+                f"eval.sets.{name} ({self._settings.sets[name]}) has no target: no document of two tokens or more, "
+                "or no labels; name a set with labels"
+            )
+        loader.load_state_dict(begin)
 
     def is_due(self, step: int, best: Best, *, is_last: bool) -> bool:
         """Return whether there is an evaluation after a step, or before the first."""
@@ -173,11 +189,6 @@ class Evaluator:
                 np.add.at(counted[row], bins, values)
         every = self._ranks.gather(counted.ravel().tolist()).sum(dim=0).reshape(4, -1).tolist()
         documents, tokens, sums, weights = every
-        if not sum(weights):
-            raise SourceError(
-                f"eval.sets.{name} ({self._settings.sets[name]}) has no target: no document of two tokens or more, "
-                "or no labels; name a set with labels"
-            )
         return SetLoss(
             loss=math.fsum(sums) / math.fsum(weights),
             documents=int(sum(documents)),

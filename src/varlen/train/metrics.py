@@ -51,7 +51,7 @@ class StepMetrics:
     """On the slowest rank, waiting included."""
     mfu: float | None = None
     """FLOPs of the model, without any that are computed again, over the peak of all devices; None where the peak or
-    the model's shape isn't known."""
+    the model's shape isn't known, and of adapters."""
     peak_bytes: int | None = None
     """Most memory that tensors took on a GPU; None on CPUs."""
     plan_method: str | None = None
@@ -73,10 +73,10 @@ class Utilization:
     """Counts the FLOPs of steps, and compares them with what the devices could do at most."""
 
     def __init__(self, config: Any, device: torch.device, peak_tflops: float | None) -> None:
-        """Take the model's configuration, the device of this process, and its peak where that is given."""
+        """Take the model's configuration (None to count nothing), the device, and its peak where that is given."""
         self._peak = peak_tflops or _peak_tflops(device)
         self._shape: ModelShape | None = None
-        if self._peak is not None:
+        if self._peak is not None and config is not None:
             with suppress(VarlenError):  # a model whose shape isn't known has no count
                 self._shape = ModelShape.from_config(config)
 

@@ -36,7 +36,8 @@ class Sampler:
     def __init__(self, settings: SampleSettings, tokenizer: RunTokenizer, seed: int) -> None:
         if tokenizer.made is None and not tokenizer.is_of_bytes:
             raise SettingError(
-                "[sample] needs the tokenizer that made the data's tokens, which isn't named; set data.tokenizer to it"
+                "[sample] needs the tokenizer that made the data's tokens, which isn't named; set data.tokenizer to "
+                "it"
             )
         self._settings, self._seed, self._last = settings, seed, 0
         self._tokenizer: Tokenizer = ByteTokenizer() if tokenizer.made is None else tokenizer.made

@@ -15,7 +15,7 @@ from varlen.errors import SettingError, VarlenError
 from varlen.store.open import open_tokens
 from varlen.store.tokens import TokenDocuments
 from varlen.text.chat_template import template_text
-from varlen.text.identity import check_same, made_by, mark_of
+from varlen.text.identity import TokenizerMark, check_same, made_by, mark_of
 from varlen.text.load_tokenizer import holds_tokenizer, load_tokenizer, tokenizer_files
 from varlen.text.rendering import TWIN
 from varlen.text.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
@@ -37,8 +37,17 @@ class RunTokenizer:
     """The opened data if it is tokens already; the loader then gets no tokenizer."""
     vocab_size: int | None = None
     """Size of the vocabulary; None if it isn't known before the data is read."""
+    mark: TokenizerMark | None = None
+    """Of the tokenizer that made the data, if the data is tokens and says so."""
     words: tuple[str, ...] = ()
     """Sentences to show at the start of the run."""
+
+    @property
+    def is_of_bytes(self) -> bool:
+        """Whether tokens are bytes, of the built-in tokenizer."""
+        if self.made is None and self.mark is not None:
+            return self.mark.is_same(mark_of(ByteTokenizer())) is True
+        return isinstance(self.made, ByteTokenizer) or (self.made is None and self.tokens is None)
 
     @property
     def for_loader(self) -> Tokenizer | None:
@@ -80,21 +89,31 @@ def _tokens_of(source: str | Sequence[str], data: DataSettings) -> TokenDocument
 
 def _of_mixture(data: DataSettings, model: ModelSettings, origin: str | None) -> RunTokenizer:
     """Return the tokenizer of several sources, which may be tokens of it, documents, or both."""
-    sizes = set()
     made = None if origin is None else _loaded(origin, model.path if data.tokenizer is None else None)
+    marks: list[TokenizerMark] = []
+    is_tokens = True
     for name, part in data.mixture.items():
         tokens = _tokens_of(part["source"], data)
         mark = None if tokens is None else made_by(tokens)
-        if mark is not None:
-            sizes.add(mark.vocab_size)
         if tokens is not None and made is not None:
             check_same(
                 f"data.mixture.{name}", mark, mark_of(made), f"index it again with --tokenizer {origin}"
             )
+        if tokens is None and made is None:
+            is_tokens = False
+            mark = open_source(
+                _listed(part["source"]),
+                columns=data.columns,
+                on_error=data.on_error or "raise",
+                split=data.split,
+                format=data.format,
+            ).made_by()
+        marks += [] if mark is None else [mark]
     if made is not None:
         return RunTokenizer(made=made, origin=origin, vocab_size=made.vocab_size)
-    known = [size for size in sizes if size is not None]
-    return RunTokenizer(vocab_size=max(known, default=None))
+    sizes = [mark.vocab_size for mark in marks if mark.vocab_size is not None]
+    first = marks[0] if marks and is_tokens else None
+    return RunTokenizer(vocab_size=max(sizes, default=None), mark=first)
 
 
 def _of_tokens(
@@ -104,20 +123,20 @@ def _of_tokens(
     mark = made_by(tokens)
     size = None if mark is None else mark.vocab_size
     if origin is None:
-        return RunTokenizer(tokens=tokens, vocab_size=size)
+        return RunTokenizer(tokens=tokens, vocab_size=size, mark=mark)
     try:
         made = load_tokenizer(origin)
     except VarlenError as error:
         if data.tokenizer is not None:
             raise
         words: tuple[str, ...] = (f"whether the data is of the model's own tokenizer isn't known: {error}",)
-        return RunTokenizer(tokens=tokens, vocab_size=size, words=words)
+        return RunTokenizer(tokens=tokens, vocab_size=size, mark=mark, words=words)
     out = f"index the documents again with --tokenizer {origin}"
     if data.tokenizer is None:
         out += ", or name the tokenizer that made them as data.tokenizer, if the model is to learn its ids"
     check_same(str(data.source), mark, mark_of(made), out)
     words = _unlike(made, model.path) if data.tokenizer is not None and model.path is not None else ()
-    return RunTokenizer(made=made, origin=origin, tokens=tokens, vocab_size=size, words=words)
+    return RunTokenizer(made=made, origin=origin, tokens=tokens, vocab_size=size, mark=mark, words=words)
 
 
 def _loaded(origin: str, own: str | None) -> Tokenizer:
@@ -155,20 +174,16 @@ def tokenizer_of_set(name: str, data: DataSettings, tokenizer: RunTokenizer) -> 
     """
     tokens = _tokens_of(data.source, data)
     if tokens is None:
-        own = None if tokenizer.tokens is None else made_by(tokenizer.tokens)
-        of_bytes = own is not None and own.is_same(mark_of(ByteTokenizer())) is True
-        if tokenizer.made is None and tokenizer.tokens is not None and not of_bytes:
+        if tokenizer.made is None and not tokenizer.is_of_bytes:
             raise SettingError(
-                f"eval.sets.{name} is of documents, and data.source of tokens, whose tokenizer isn't named; set "
+                f"eval.sets.{name} is of documents, and the data of tokens, whose tokenizer isn't named; set "
                 "data.tokenizer to it, or index the set with it (varlen index)"
             )
         return replace(tokenizer, tokens=None, words=())
-    mark = made_by(tokens)
-    own = mark_of(tokenizer.made) if tokenizer.made is not None else None
-    if own is None and tokenizer.tokens is not None:
-        own = made_by(tokenizer.tokens)
+    own = tokenizer.mark if tokenizer.made is None else mark_of(tokenizer.made)
     if own is not None:
-        check_same(f"eval.sets.{name}", mark, own, "index the set again with the tokenizer of the run")
+        out = "index the set again with the tokenizer of the run"
+        check_same(f"eval.sets.{name}", made_by(tokens), own, out)
     return replace(tokenizer, tokens=tokens, words=())
 
 

@@ -1,6 +1,6 @@
 """Trackers of experiments: TensorBoard, Weights & Biases and MLflow behind one protocol.
 
-A run that goes on after a stop continues its record: steps that are trained again have the same numbers.
+A run that resumes continues its record. Steps that are trained again have the same numbers unless settings have changed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,13 @@ def trackers_of(settings: TrainSettings, done: int, note: Callable[[str], object
     try:
         for name in settings.track.to:
             run = _Run(settings.track, folder, configuration, records.get(name), done)
-            tracker = _OPENED[name](run)
+            try:
+                tracker = _OPENED[name](run)
+            except Exception as error:  # libraries raise errors of many types
+                raise SettingError(
+                    f"{name} can't be opened: {described(error)}; set it up as for the library itself, or leave it out of "
+                    "track.to"
+                ) from error
             records[name] = tracker.record
             opened.add(name, tracker)
         write_json(folder / RECORDS, records)
@@ -165,7 +171,7 @@ class _TensorBoard:
 
         self.record = "tensorboard"
         # Steps after the checkpoint, which are trained again, are removed.
-        purge = run.done + 1 if run.done else None
+        purge = run.done + 1 if run.done else 0
         self._writer: Any = SummaryWriter(str(run.folder / self.record), purge_step=purge)
         if run.record is None:
             self._writer.add_text("settings", f"```\n{json.dumps(run.configuration, indent=1)}\n```")

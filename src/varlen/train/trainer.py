@@ -29,6 +29,7 @@ from varlen.train.changes import (
     WeightsMark,
     check_unchanged,
     checkpoint_of,
+    is_same_evaluation,
     optimizer_of,
 )
 from varlen.train.checkpoint import (
@@ -44,9 +45,10 @@ from varlen.train.checkpoint import (
 from varlen.train.claim import CHECKPOINTS, MODEL, claimed, prepare
 from varlen.train.evaluate import EVALUATIONS, Best, Evaluation, Evaluator
 from varlen.train.loaders import open_loader, steps_of
-from varlen.train.lora import add_adapter, merged_weights, write_adapter
+from varlen.train.lora import add_adapter, check_adapter, merged_weights, targets_of, write_adapter
 from varlen.train.metrics import MetricsFile, StepMetrics, Utilization
 from varlen.train.model import (
+    bare_model,
     build_model,
     copy_generation,
     described,
@@ -111,12 +113,14 @@ class _Run:
         self._interrupt, self._totals, self._total_tokens = interrupt, Totals(), 0
         self._replay = Replay(most=settings.measure.steps) if settings.measure.exposed_data else None
         self._pending: _Launched | None = None
+        self._stop = 0  # the signal that stops the run; 0 for none
         self._tracked: Tracked | None = None
         if settings.track is not None:
             check_trackers(settings.track)
         self._tokenizer = run_tokenizer(settings.data, settings.model)
         self._config = model_config(settings.model, self._tokenizer.vocab_size)
         self._dtype = saved_dtype(self._config, settings.model)
+        check_adapter(settings, self._config)
         found = checkpoint_of(settings.run, self._checkpoints, ranks)
         if ranks.is_first:
             prepare(settings.run, settings.log.metrics)
@@ -128,7 +132,8 @@ class _Run:
         self._best = Best()
         if found is not None:
             self._go_on(found, allow_changed)
-            self._best = Best.from_json(found.manifest.get(_EVALUATED))
+            is_same = is_same_evaluation(found, settings)
+            self._best = Best.from_json(found.manifest.get(_EVALUATED), is_same=is_same)
         self._evaluator: Evaluator | None = None
         if settings.eval is not None:
             plans = None if self._plans is None else self._plans.of_evaluation
@@ -144,8 +149,10 @@ class _Run:
             self._loader.start_prefetch()  # while the model is built
         self._stepper = self._build(found)
         run = settings.run
-        self._saver = Saver(self._checkpoints, ranks, run.keep, in_background=run.save_in_background)
-        self._utilization = Utilization(self._config, ranks.device, settings.log.peak_tflops)
+        self._saver = Saver(self._checkpoints, ranks, run)
+        stack.callback(self._saver.close)
+        counted = self._config if settings.adapter is None else None  # frozen weights have no gradients
+        self._utilization = Utilization(counted, ranks.device, settings.log.peak_tflops)
         self._overview = self._describe()
         self._metrics = self._lines(settings.log.metrics, self._done, StepMetrics)
         if settings.track is not None and ranks.is_first:
@@ -154,7 +161,7 @@ class _Run:
         self._sampler: Sampler | None = None
         self._samples: MetricsFile | None = None
         if settings.sample is not None:
-            self._sampler = Sampler(settings.sample, self._tokenizer.made, run.seed)
+            self._sampler = Sampler(settings.sample, self._tokenizer, run.seed)
             self._samples = self._lines(SAMPLES, self._done, Sample)
         self._evaluations: MetricsFile | None = None
         if self._evaluator is not None:
@@ -247,25 +254,28 @@ class _Run:
             launched = self._launch()
             if launched is None:
                 break
-            stop = self._report()  # the step before, while a GPU computes this one
+            self._report()  # the step before, while a GPU computes this one
             self._done, self._pending = self._done + 1, launched
             is_best = self._evaluate(is_last=self._done == self._steps)
             self._sample(is_last=self._done == self._steps)
             is_due = self._is_checkpoint_due() or is_best
             if self._ranks.device.type == "cpu" or is_due:
-                stop = self._report() or stop
-            if stop or is_due:
+                self._report()
+            if self._stop or is_due:
                 self._save()
-                stop = stop or self._agreed_signal()  # signals may have come while it was saved
-            if stop and self._done != self._steps:
+                self._stop = self._stop or self._agreed_signal()  # signals may have come while it was saved
+            if self._stop and self._done != self._steps:
                 self._saver.wait()
                 where = self._newest
-                raise raised(stop, f"step {self._done:,} is saved in {where}, where the same command goes on")
+                raise raised(
+                    self._stop, f"step {self._done:,} is saved in {where}, where the same command goes on"
+                )
         if self._done == 0:
             raise SourceError(
                 f"{self._settings.data.named}: no document to train on; name other data as data.source"
             )
         self._evaluate(is_last=True)
+        self._sample(is_last=True)
         self._save()
         self._saver.wait()
         weights = self._weights()  # which all ranks gather
@@ -324,10 +334,10 @@ class _Run:
         """Return the signal that stops the run; 0 for none."""
         return agreed(self._ranks.gather([self._interrupt.signal])[:, 0].tolist())
 
-    def _report(self) -> int:
-        """Write the metrics of the last launched step; returns the signal that stops the run, or 0."""
+    def _report(self) -> None:
+        """Write the metrics of the last launched step, and note the signal that stops the run."""
         if self._pending is None:
-            return 0
+            return
         launched, self._pending = self._pending, None
         done = launched.done
         seconds = done.watch.seconds()
@@ -364,9 +374,10 @@ class _Run:
             **self._of_plan(done, float(planned.max())),
         )
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
+            self._saver.close()
             raise VarlenError(
                 f"step {metrics.step:,} has loss {metrics.loss} and gradient norm {metrics.grad_norm}, and "
-                f"nothing of it was saved; {_newest_words(self._saved)}; lower optimizer.learning_rate, or look "
+                f"nothing of it was saved; {_newest_words(max(self._saver.saved, self._overview.resumed_from))}; lower optimizer.learning_rate, or look "
                 "at its documents"
             )
         self._totals.add(metrics)
@@ -375,7 +386,7 @@ class _Run:
         self._notify("step", metrics)
         if self._replay is not None:
             self._replay.note(launched.before, seconds, done.waited_s)
-        return agreed(signals.tolist())
+        self._stop = self._stop or agreed(signals.tolist())
 
     def _of_plan(self, done: StepDone, waited_s: float) -> dict[str, Any]:
         """Return the metrics of a step's plan."""
@@ -451,11 +462,11 @@ class _Run:
         """Write the model or its adapter, the tokenizer and the generation settings into the model's folder."""
         settings = self._settings
         if settings.adapter is not None:
-            base = self._base()
             if settings.adapter.export == "adapter":
-                write_adapter(folder, settings.adapter, base, weights, settings.model.path)
+                targets = targets_of(bare_model(self._config), settings.adapter)
+                write_adapter(folder, settings.adapter, targets, weights, settings.model.path)
             else:
-                weights = merged_weights(base, weights)
+                weights = merged_weights(self._base(), weights, self._tied)
         if settings.adapter is None or settings.adapter.export == "merged":
             write_model(folder, weights, self._config, self._dtype)
         write_tokenizer(self._tokenizer, settings.data.chat_template, folder)
