@@ -143,8 +143,8 @@ class Evaluator:
         loader, begin = self._sets[name]
         if is_planned and loader.has_weights:
             raise SettingError(
-                f"the rows of eval.sets.{name} have weights, and [plan] evaluates without them; set data.row_weights = "
-                "false, or leave [plan] out"
+                f"the rows of eval.sets.{name} have weights, and [plan] evaluates without them; set "
+                "data.row_weights = false, or leave [plan] out"
             )
         if not any(batch.step_num_targets for batch in loader):
             raise SourceError(

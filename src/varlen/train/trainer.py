@@ -375,9 +375,10 @@ class _Run:
         )
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
             self._saver.close()
+            newest = _newest_words(max(self._saver.saved, self._overview.resumed_from))
             raise VarlenError(
                 f"step {metrics.step:,} has loss {metrics.loss} and gradient norm {metrics.grad_norm}, and "
-                f"nothing of it was saved; {_newest_words(max(self._saver.saved, self._overview.resumed_from))}; lower optimizer.learning_rate, or look "
+                f"nothing of it was saved; {newest}; lower optimizer.learning_rate, or look "
                 "at its documents"
             )
         self._totals.add(metrics)
