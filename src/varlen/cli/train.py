@@ -62,7 +62,7 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Read the data and the model, print steps, memory and a plan, and stop: nothing is trained.",
+            help="Read data and model, print steps and memory, and stop: nothing is trained.",
         ),
     ] = False,
     processes: Annotated[
@@ -96,6 +96,8 @@ def train(
         return
     assert config is not None, "it was checked"
     settings = read_config(config, changes or [])
+    if processes > 1 and not dry_run:
+        raise SettingError(f"--processes {processes} is of --dry-run; torchrun starts the processes of a run")
     if print_config:
         print(as_toml(settings), end="")
         return

@@ -21,15 +21,17 @@ from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh
 from varlen.train.evaluate import Evaluator
 from varlen.train.loaders import open_loader, steps_of
-from varlen.train.lora import add_adapter
+from varlen.train.lora import add_adapter, check_adapter
 from varlen.train.model import bare_model, model_config
 from varlen.train.parallel import Ranks, device_of
-from varlen.train.plans import with_wide_rows
+from varlen.train.plans import mesh_of, with_wide_rows
 from varlen.train.settings import TrainSettings
 from varlen.train.tokens import run_tokenizer
+from varlen.train.trackers import check_trackers
 
 _MARGIN = 0.92  # of memory; the rest is the allocator's and the driver's
-_STATES = 12  # bytes of gradient and AdamW's state of a parameter that is trained
+_STATES = {"adamw": 12.0, "adamw_8bit": 6.0, "muon": 8.0, "adafactor": 4.0}
+"""Bytes of the gradient and the optimizer's state of a parameter that is trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +105,10 @@ def forecast(settings: TrainSettings, processes: int = 1) -> Forecast:
         SettingError: a device has too little memory; says how much is needed, and what would need less.
         VarlenError: whatever would stop the run before its first step.
     """
-    ranks = Ranks(world_size=processes, device=device_of(settings.run))
+    if settings.track is not None:
+        check_trackers(settings.track)
+    mesh = _mesh(settings, processes)
+    ranks = Ranks(world_size=mesh.dp, device=device_of(settings.run))
     tokenizer = run_tokenizer(settings.data, settings.model)
     config = model_config(settings.model, tokenizer.vocab_size)
     model = bare_model(config)
@@ -119,19 +124,20 @@ def forecast(settings: TrainSettings, processes: int = 1) -> Forecast:
         raise SettingError("no document to train on; name other data as data.source")
     if settings.eval is not None:
         _check_sets(packs, config, tokenizer, on_host)
+    check_adapter(settings, config)
     counted = (
         sum(p.numel() for p in model.parameters()),
         sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
-    state_bytes, activation_bytes = _memory(settings, config, counted, batches, processes)
+    state_bytes, activation_bytes = _memory(settings, config, counted, batches, mesh)
     lengths = np.concatenate([np.asarray(batch.document_lengths) for batch in batches])
     slots = sum(len(batch.pack_ids) for batch in batches) * settings.data.capacity
     memory_bytes, device = _device(ranks.device)
     found = Forecast(
         steps=steps,
         processes=processes,
-        documents=len(lengths) * processes,
-        tokens=int(lengths.sum()) * processes,
+        documents=len(lengths) * mesh.dp,
+        tokens=int(lengths.sum()) * mesh.dp,
         targets=batches[0].step_num_targets,
         fill=float(lengths.sum() / slots),
         parameters=counted[0],
@@ -146,18 +152,31 @@ def forecast(settings: TrainSettings, processes: int = 1) -> Forecast:
     return found
 
 
+def _mesh(settings: TrainSettings, processes: int) -> Mesh:
+    """Return how so many processes would be arranged."""
+    if settings.plan is not None:
+        if settings.data.mode == "streaming":
+            raise SettingError(
+                '[plan] needs the lengths of coming steps, which streaming reads first; set data.mode = "indexed"'
+            )
+        return mesh_of(settings.plan, settings.run, processes)
+    return Mesh(
+        dp=processes, sharding="parameters" if settings.run.parallel == "fsdp" and processes > 1 else "none"
+    )
+
+
 def _check_sets(settings: TrainSettings, config: Any, tokenizer: Any, ranks: Ranks) -> None:
     with ExitStack() as stack:
         Evaluator(settings, config, tokenizer, ranks, None, stack)
 
 
 def _memory(
-    settings: TrainSettings, config: Any, counted: tuple[int, int], batches: list[PackedBatch], processes: int
+    settings: TrainSettings, config: Any, counted: tuple[int, int], batches: list[PackedBatch], mesh: Mesh
 ) -> tuple[float | None, float | None]:
     """Return the bytes of states and the most beside them, of a device."""
     parameters, trained = counted
-    shards = processes if settings.run.parallel == "fsdp" else 1
-    state_bytes = (4.0 * parameters + _STATES * trained) / shards
+    shards = mesh.pp * mesh.tp * (mesh.dp * mesh.cp if mesh.sharding == "parameters" else 1)
+    state_bytes = (4.0 * parameters + _STATES[settings.optimizer.name] * trained) / shards
     try:
         shape = ModelShape.from_config(config)
     except VarlenError:
@@ -175,7 +194,8 @@ def _memory(
     cost = with_wide_rows(cost, Mesh()) if is_wide else cost
     plan = one_gpu_plan(lengths, rows, recompute=recompute)
     beside = float(simulate(plan, cost).peak_bytes - cost.memory(Mesh()).state_bytes.max())
-    return state_bytes, max(beside, 0.0) * (2 if is_wide else 1)
+    # Of one process; stages, tp and cp ranks hold a part each.
+    return state_bytes, max(beside, 0.0) * (2 if is_wide else 1) / (mesh.pp * mesh.tp * mesh.cp)
 
 
 def _device(device: torch.device) -> tuple[float, str]:
@@ -202,9 +222,9 @@ def _check_fits(found: Forecast, settings: TrainSettings) -> None:
         out.append("[adapter], which trains few parameters")
     if found.processes > 1 and settings.run.parallel != "fsdp":
         out.append('run.parallel = "fsdp"')
+    way_out = f"{', or '.join(out)} would need less" if out else "use a device with more memory"
     raise SettingError(
         f"a process would need about {needed / 1e9:.1f} GB and has {found.memory_bytes / 1e9:.1f} GB "
         f"({found.device}): {(found.state_bytes or 0) / 1e9:.1f} GB for weights, gradients and the optimizer, and "
-        f"{(found.activation_bytes or 0) / 1e9:.1f} GB beside them in the first step; {', or '.join(out)} would need "
-        "less"
+        f"{(found.activation_bytes or 0) / 1e9:.1f} GB beside them in the first step; {way_out}"
     )

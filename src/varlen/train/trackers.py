@@ -75,8 +75,8 @@ def trackers_of(settings: TrainSettings, done: int, note: Callable[[str], object
                 tracker = _OPENED[name](run)
             except Exception as error:  # libraries raise errors of many types
                 raise SettingError(
-                    f"{name} can't be opened: {described(error)}; set it up as for the library itself, or leave it out "
-                    "of track.to"
+                    f"{name} can't be opened: {described(error)}; set it up as for the library itself, or leave it "
+                    "out of track.to"
                 ) from error
             records[name] = tracker.record
             opened.add(name, tracker)
