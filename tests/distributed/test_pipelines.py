@@ -197,12 +197,12 @@ SHARDINGS = [("none", "unit"), ("optimizer", "unit"), ("parameters", "unit"), ("
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("slices", [0, 1, 4, 5])
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize(("ranks", "pp"), [(2, 1), (4, 1), (4, 2)])
-def test_peaks_of_memory_are_predicted_in_all_ways(tmp_path, ranks, pp, sharding, slices):
+def test_peaks_of_memory_are_predicted_in_all_ways(tmp_path, ranks, pp, sharding):
     ways = [
         (*sharding, pp, recompute, (256, 2000)[(number + slices) % 2], slices)
+        for slices in (0, 1, 4, 5)
         for number, recompute in enumerate(("none", "selective", "full"))
     ]
     as_ranks(JOB, "memory", tmp_path, json.dumps(ways), ranks=ranks, libraries=LIBRARIES)

@@ -539,7 +539,7 @@ SHARES = [("none", 1.0), ("full", 1.0), ("full", 0.5)]
 
 @pytest.mark.parametrize(
     ("count", "recompute", "saved", "offload"),
-    mostly([(4, "full", "layers", "kv")], [(count, *way) for count in (1, 2, 3, 4, 5, 8) for way in WAYS]),
+    mostly([(4, "full", "layers", "kv")], [(count, *way) for count in (1, 3, 8) for way in WAYS]),
 )
 @pytest.mark.parametrize("ranks", mostly([2], [1, 2, 4]))
 def test_the_gradient_of_the_head_is_there_before_its_norm_runs_backward(
@@ -617,7 +617,7 @@ def by_dice(random: Random, lengths: list[int]) -> list[list[Slice]]:
 @pytest.mark.soak
 @pytest.mark.parametrize(("ranks", "stages"), mostly([(2, 1)], [(1, 1), (2, 1), (1, 2)]))
 @pytest.mark.parametrize("weights", mostly(["apart and late"], ["at once", "apart", "apart and late"]))
-@pytest.mark.parametrize("seed", mostly([6], range(20)))  # it misses nothing of what is counted
+@pytest.mark.parametrize("seed", mostly([6], range(10)))  # it misses nothing of what is counted
 def test_any_cuts_of_both_passes_hold_what_is_predicted(seed, weights, ranks, stages):
     random = Random(seed)
     lengths = [random.choice([600, 1200, 1800]) for _ in range(random.randrange(1, 4))]
