@@ -71,6 +71,12 @@ def settings(store: Path, output: Path, **changes: Any) -> TrainSettings:
     return as_settings(TrainSettings, table(store, output, **changes), "")
 
 
+def from_model(store: Path, folder: Path, output: Path, **changes: Any) -> TrainSettings:
+    """As `settings`, of a saved model."""
+    made = {**table(store, output, **changes), "model": {"path": str(folder)}}
+    return as_settings(TrainSettings, made, "")
+
+
 class Notes:
     """Hears of a run."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.offline_packs import write_chats
-from tests.support.training import Notes, metrics_of, rewound, same_end, settings, steps_of, weights_of
+from tests.support.training import Notes, from_model, metrics_of, rewound, same_end, settings, steps_of, weights_of
 from transformers import LlamaForCausalLM
 
 import varlen as vl
@@ -148,17 +148,8 @@ def test_a_run_ends_after_patience_and_stays_ended(store, valid, tmp_path, monke
 @pytest.mark.parametrize("plan", [{"slice_tokens": 32}], ids=["slices"])
 def test_slices_evaluate_to_the_same_losses(run, store, valid, tmp_path, plan):
     output, _, _ = run
-    given = settings(
-        store,
-        tmp_path / "sliced",
-        run__steps=1,
-        optimizer__learning_rate=0.0,
-        model__type=None,
-        model__settings={},
-        model__path=str(output / "model"),
-        plan__slice_tokens=plan["slice_tokens"],
-        **_sets(valid),
-    )
+    changes = {"run__steps": 1, "optimizer__learning_rate": 0.0, "plan__slice_tokens": plan["slice_tokens"]}
+    given = from_model(store, output / "model", tmp_path / "sliced", **changes, **_sets(valid))
     notes = Notes()
     train(given, notes)
     wanted = run[2].evaluations[-1].sets["chats"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from tests.support.training import LLAMA, Notes, rewound, settings, tensors_of
+from tests.support.training import LLAMA, Notes, from_model, rewound, tensors_of
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -25,9 +25,7 @@ def base(tmp_path_factory):
 
 def given(store, base, output, **changes):
     adapter = {"rank": 4, "alpha": 8.0, **changes.pop("adapter", {})}
-    model = {"model__type": None, "model__settings": {}, "model__path": str(base)}
-    table = {f"adapter__{name}": value for name, value in adapter.items()}
-    return settings(store, output, **model, **table, **changes)
+    return from_model(store, base, output, **{f"adapter__{name}": value for name, value in adapter.items()}, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +154,8 @@ def test_adapters_that_cant_be_are_refused(store, base, tmp_path, adapter, words
 def test_a_checkpoint_of_another_adapter_is_refused(run, store, base, tmp_path, change):
     output, _ = run
     copy = rewound(output, 2, tmp_path / "run")
-    model = {"model__type": None, "model__settings": {}, "model__path": str(base)}
-    asked = settings(store, copy, **model) if change is None else given(store, base, copy, adapter=change)
-    words = "it is of an adapter, and this run isn't" if change is None else "adapter.rank was 4 and is 8"
+    asked = from_model(store, base, copy) if change is None else given(store, base, copy, adapter=change)
+    words = r"\[adapter\] was 'there' and is 'not there'" if change is None else "adapter.rank was 4 and is 8"
     with pytest.raises(StateError, match=words):
         train(asked, Notes())
 

@@ -36,10 +36,7 @@ def attend_opaquely(
         longest: at least the tokens of the longest segment; a constant makes one graph.
     """
     if rules.dropout > 0:
-        raise ModelError(
-            "torch.compile and dropout of attention don't go together: its backward pass would draw another mask; "
-            "set the model's attention_dropout to 0, or run.compile = false"
-        )
+        raise ModelError("compiled attention has no dropout: its backward pass would draw another mask")
     if torch.is_autocast_enabled(query.device.type):  # whose casts end where the operator begins
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

@@ -170,6 +170,18 @@ def _read_model(path: str, config: Any) -> Any:
         raise SourceError(f"the weights in model.path {path} can't be read: {reason}") from None
 
 
+def checkpoint_activations(model: Any) -> None:
+    """Let each layer keep only its input, and compute the rest again in the backward pass."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ModelError(
+            f"run.checkpoint_activations: {type(model).__name__} can't compute its layers again; leave it out"
+        )
+    if hasattr(model, "activation_checkpointing_enable"):  # from transformers 5.23 on
+        model.activation_checkpointing_enable()
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def _set_attention(model: Any, attention: str) -> None:
     """Set the attention: "varlen" where the model calls transformers' registry, else the first that it accepts."""
     hf.register()

@@ -288,6 +288,12 @@ def compile_layers(model: Any) -> None:
             f"run.compile compiles the layers of a model, and {type(model).__name__} doesn't name them "
             "(_no_split_modules); leave it out"
         )
+    dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
+    if dropout and hf.implementation(model) == "varlen":
+        raise SettingError(
+            f"run.compile and the model's attention_dropout = {dropout:g} don't go together: a backward pass would draw "
+            "another mask; set attention_dropout to 0, or run.compile = false"
+        )
     for layer in layers:
         layer.compile()
 

@@ -50,6 +50,7 @@ from varlen.train.metrics import MetricsFile, StepMetrics, Utilization
 from varlen.train.model import (
     bare_model,
     build_model,
+    checkpoint_activations,
     copy_generation,
     described,
     embedding_names,
@@ -197,7 +198,7 @@ class _Run:
             torch.manual_seed(settings.run.seed)
             add_adapter(model, settings.adapter)
         if settings.run.checkpoint_activations:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_activations(model)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._num_trained = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
