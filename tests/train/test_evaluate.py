@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 from tests.support.offline_packs import write_chats
-from tests.support.training import Notes, from_model, metrics_of, rewound, same_end, settings, steps_of, weights_of
+from tests.support.training import (
+    Notes,
+    from_model,
+    metrics_of,
+    rewound,
+    same_end,
+    settings,
+    steps_of,
+    weights_of,
+)
 from transformers import LlamaForCausalLM
 
 import varlen as vl

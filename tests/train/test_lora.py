@@ -25,7 +25,9 @@ def base(tmp_path_factory):
 
 def given(store, base, output, **changes):
     adapter = {"rank": 4, "alpha": 8.0, **changes.pop("adapter", {})}
-    return from_model(store, base, output, **{f"adapter__{name}": value for name, value in adapter.items()}, **changes)
+    return from_model(
+        store, base, output, **{f"adapter__{name}": value for name, value in adapter.items()}, **changes
+    )
 
 
 @pytest.fixture(scope="module")
