@@ -103,10 +103,16 @@ def _attend_backward(
     window: int,
     cap: float,
 ) -> list[torch.Tensor]:
-    given = [x.detach().requires_grad_() for x in (query, key, value, *([] if sinks is None else [sinks]))]
-    with torch.enable_grad():
-        out = _attended(*given[:3], ends, given[3] if len(given) == 4 else None, longest, scale, window, cap)
-    return [x.contiguous() for x in torch.autograd.grad(out, given, gradient)]
+    given = [query, key, value, *([] if sinks is None else [sinks])]
+
+    def attended(*inputs: torch.Tensor) -> torch.Tensor:
+        return _attended(
+            *inputs[:3], ends, inputs[3] if len(inputs) == 4 else None, longest, scale, window, cap
+        )
+
+    # Within an operator autograd is off, and this isn't.
+    _, pulled_back = torch.func.vjp(attended, *given)
+    return [x.contiguous() for x in pulled_back(gradient)]
 
 
 @_attend_backward.register_fake
