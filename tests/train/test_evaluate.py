@@ -10,7 +10,6 @@ import torch
 from tests.support.offline_packs import write_chats
 from tests.support.training import (
     Notes,
-    from_model,
     metrics_of,
     rewound,
     same_end,
@@ -154,19 +153,20 @@ def test_a_run_ends_after_patience_and_stays_ended(store, valid, tmp_path, monke
     assert again.steps == again.evaluations == []
 
 
-@pytest.mark.parametrize("plan", [{"slice_tokens": 32}], ids=["slices"])
-def test_slices_evaluate_to_the_same_losses(run, store, valid, tmp_path, plan):
-    output, _, _ = run
-    changes = {"run__steps": 1, "optimizer__learning_rate": 0.0, "plan__slice_tokens": plan["slice_tokens"]}
-    given = from_model(store, output / "model", tmp_path / "sliced", **changes, **_sets(valid))
-    notes = Notes()
-    train(given, notes)
-    wanted = run[2].evaluations[-1].sets["chats"]
-    found = notes.evaluations[0].sets["chats"]
-    assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
-    for one, other in zip(found.by_length, wanted.by_length):
-        assert (one.documents, one.targets) == (other.documents, other.targets)
-        assert one.loss == (None if other.loss is None else pytest.approx(other.loss, rel=1e-5))
+def test_slices_evaluate_to_the_same_losses(store, valid, tmp_path):
+    still = {"model__settings": {**LLAMA, "attention_dropout": 0.0}, "run__steps": 2}
+    packs, slices = Notes(), Notes()
+    train(settings(store, tmp_path / "packs", **still, **_sets(valid)), packs)
+    train(settings(store, tmp_path / "slices", **still, plan__slice_tokens=32, **_sets(valid)), slices)
+
+    assert [each.step for each in slices.evaluations] == [0, 2]
+    for one, other in zip(slices.evaluations, packs.evaluations):
+        for name, wanted in other.sets.items():
+            found = one.sets[name]
+            assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
+            for part, same in zip(found.by_length, wanted.by_length):
+                assert (part.documents, part.targets) == (same.documents, same.targets)
+                assert part.loss == (None if same.loss is None else pytest.approx(same.loss, rel=1e-5))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,8 @@ def test_settings_that_make_no_evaluation_are_refused(store, valid, tmp_path, ch
 
 
 def test_a_set_without_labels_is_refused_with_its_name(store, tmp_path):
-    (tmp_path / "empty.jsonl").write_text('{"text": "a"}\n')
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So.", "weight": 0}]
+    (tmp_path / "empty.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     sets = {"none": str(tmp_path / "empty.jsonl")}
     given = settings(store, tmp_path / "run", eval__sets=sets, eval__at_start=True)
     with pytest.raises((SourceError, InputError), match=r"eval.sets.none .*has no target"):

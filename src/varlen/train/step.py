@@ -291,8 +291,8 @@ def compile_layers(model: Any) -> None:
     dropout = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
     if dropout and hf.implementation(model) == "varlen":
         raise SettingError(
-            f"run.compile and the model's attention_dropout = {dropout:g} don't go together: a backward pass would draw "
-            "another mask; set attention_dropout to 0, or run.compile = false"
+            f"run.compile and the model's attention_dropout = {dropout:g} don't go together: a backward pass would "
+            "draw another mask; set attention_dropout to 0, or run.compile = false"
         )
     for layer in layers:
         layer.compile()
