@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.offline_packs import write_chats
-from tests.support.training import (
-    Notes,
-    metrics_of,
-    rewound,
-    same_end,
-    settings,
-    steps_of,
-    weights_of,
-)
+from tests.support.training import LLAMA, Notes, metrics_of, rewound, same_end, settings, steps_of, weights_of
 from transformers import LlamaForCausalLM
 
 import varlen as vl
@@ -191,7 +183,11 @@ def test_a_set_without_labels_is_refused_with_its_name(store, tmp_path):
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So.", "weight": 0}]
     (tmp_path / "empty.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     sets = {"none": str(tmp_path / "empty.jsonl")}
-    given = settings(store, tmp_path / "run", eval__sets=sets, eval__at_start=True)
+    refused = settings(store, tmp_path / "run", eval__sets=sets)
+    with pytest.raises(InputError, match=r"line 1 can't be used: every assistant turn .* is switched off"):
+        train(refused, Notes())
+
+    given = settings(store, tmp_path / "run", eval__sets=sets, data__on_error="skip")
     with pytest.raises((SourceError, InputError), match=r"eval.sets.none .*has no target"):
         train(given, Notes())
 
