@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from varlen.errors import SettingError, SourceError, StateError
+from varlen.errors import InputError, SettingError, SourceError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.plans import GivenPlans
 from varlen.train.loaders import open_loader
@@ -131,12 +131,15 @@ class Evaluator:
                 shuffle=False,
                 worker="thread",
             )
-            of_set = tokenizer_of_set(name, data, tokenizer)
-            loader = stack.enter_context(
-                open_loader(replace(settings, data=data), config, of_set, ranks, plans, epochs=1)
-            )
-            self._sets[name] = (loader, loader.state_dict())
-            self._check(name, is_planned=plans is not None)
+            asked = replace(settings, data=data)
+            try:
+                of_set = tokenizer_of_set(name, data, tokenizer)
+                loader = stack.enter_context(open_loader(asked, config, of_set, ranks, plans, epochs=1))
+                self._sets[name] = (loader, loader.state_dict())
+                self._check(name, is_planned=plans is not None)
+            except InputError as error:
+                named = str(error) if name in str(error) else f"eval.sets.{name}: {error}"
+                raise SettingError(named) from error
 
     def _check(self, name: str, *, is_planned: bool) -> None:
         """Refuse a set without targets before anything is trained; all ranks read alike."""
