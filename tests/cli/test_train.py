@@ -167,6 +167,7 @@ PLAN = RunOverview(
     steps=30,
     resumed_from=4,
     num_parameters=1234,
+    num_trained=1234,
     model="llama",
     attention="varlen",
     world_size=2,

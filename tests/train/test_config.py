@@ -47,9 +47,10 @@ def test_tables_become_settings_and_the_rest_has_defaults(config):
 
 def test_the_data_table_takes_the_arguments_of_the_loader():
     given_by_the_run = {"dp_rank", "dp_world_size", "device", "model", "epochs", "plan"}
+    of_mixtures = {"mixture", "unit", "until"}
 
     assert {field.name for field in fields(DataSettings)} == (
-        set(inspect.signature(vl.PackedLoader).parameters) - given_by_the_run
+        set(inspect.signature(vl.PackedLoader).parameters) - given_by_the_run | of_mixtures
     )
 
 

@@ -402,7 +402,9 @@ def test_parameters_of_one_mesh_are_updated_together():
         "tp"  # as a matrix and its bias, beside an embedding and a norm
     )
 
-    groups = make_optimizer(held, OptimizerSettings(weight_decay=0.5), torch.device("cpu")).param_groups
+    groups = make_optimizer(
+        dict(zip("abcd", held)), OptimizerSettings(weight_decay=0.5), torch.device("cpu")
+    ).param_groups
 
     assert [group["weight_decay"] for group in groups] == [0.5, 0.5, 0.0, 0.0]
     assert [[id(p) for p in group["params"]] for group in groups] == [[id(p)] for p in held]
