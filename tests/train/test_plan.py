@@ -402,9 +402,8 @@ def test_parameters_of_one_mesh_are_updated_together():
         "tp"  # as a matrix and its bias, beside an embedding and a norm
     )
 
-    groups = make_optimizer(
-        dict(zip("abcd", held)), OptimizerSettings(weight_decay=0.5), torch.device("cpu")
-    ).param_groups
+    given = OptimizerSettings(weight_decay=0.5)
+    groups = make_optimizer(dict(zip("abcd", held)), given, torch.device("cpu")).param_groups
 
     assert [group["weight_decay"] for group in groups] == [0.5, 0.5, 0.0, 0.0]
     assert [[id(p) for p in group["params"]] for group in groups] == [[id(p)] for p in held]

@@ -399,9 +399,8 @@ def test_losses_in_blocks_are_those_of_all_targets_at_once(monkeypatch, block):
 
 def test_matrices_decay_and_norms_and_biases_do_not():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **LLAMA, attention_bias=True))
-    optimizer = make_optimizer(
-        dict(model.named_parameters()), OptimizerSettings(weight_decay=0.5), torch.device("cpu")
-    )
+    given = OptimizerSettings(weight_decay=0.5)
+    optimizer = make_optimizer(dict(model.named_parameters()), given, torch.device("cpu"))
 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decays = {
