@@ -106,12 +106,11 @@ def _attend_backward(
     given = [query, key, value, *([] if sinks is None else [sinks])]
 
     def attended(*inputs: torch.Tensor) -> torch.Tensor:
-        return _attended(
-            *inputs[:3], ends, inputs[3] if len(inputs) == 4 else None, longest, scale, window, cap
-        )
+        q, k, v, *of_sinks = inputs
+        return _attended(q, k, v, ends, of_sinks[0] if of_sinks else None, longest, scale, window, cap)
 
     # Within an operator autograd is off, and this isn't.
-    _, pulled_back = torch.func.vjp(attended, *given)
+    _, pulled_back, *_ = torch.func.vjp(attended, *given)
     return [x.contiguous() for x in pulled_back(gradient)]
 
 

@@ -114,7 +114,8 @@ def forecast(settings: TrainSettings, processes: int = 1) -> Forecast:
     model = bare_model(config)
     if settings.adapter is not None:
         add_adapter(model, settings.adapter)
-    packs = replace(settings, plan=None, data=replace(settings.data, worker="thread"))
+    of_threads = replace(settings.data, worker="thread")  # type: ignore[call-arg] # an option of the loader
+    packs = replace(settings, plan=None, data=of_threads)
     on_host = replace(ranks, device=torch.device("cpu"))
     with open_loader(packs, config, tokenizer, on_host) as loader:
         steps = steps_of(loader, settings)

@@ -124,13 +124,12 @@ class Evaluator:
         self._capacity = settings.data.capacity
         self._sets: dict[str, tuple[PackedLoader, Mapping[str, Any]]] = {}
         for name in settings.eval.sets:
-            data = replace(
-                settings.data,
-                source=settings.eval.source_of(name),
-                mixture={},
-                shuffle=False,
-                worker="thread",
-            )
+            changes: dict[str, Any] = {
+                "source": settings.eval.source_of(name),
+                "mixture": {},
+                "shuffle": False,
+            }
+            data = replace(settings.data, **changes, worker="thread")  # type: ignore[call-arg] # of the loader
             asked = replace(settings, data=data)
             try:
                 of_set = tokenizer_of_set(name, data, tokenizer)
@@ -199,7 +198,7 @@ class Evaluator:
             targets=sum(weights),
             by_length=tuple(
                 LengthLoss(
-                    above=above,
+                    above=above or 0,
                     up_to=up_to,
                     documents=int(documents[each]),
                     targets=weights[each],

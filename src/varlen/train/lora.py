@@ -91,7 +91,7 @@ def _config(settings: AdapterSettings, targets: list[str]) -> Any:
 
     return LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type] # any number
         lora_dropout=settings.dropout,
         target_modules=targets,
         use_dora=settings.method == "dora",

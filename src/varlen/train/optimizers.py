@@ -50,7 +50,8 @@ class Optimizer:
         part = self._of[parameter]
         if not part.state[parameter]:
             part.state[parameter].update(_initial_state(part, parameter))
-        return part.state[parameter]
+        state: dict[str, Any] = part.state[parameter]
+        return state
 
 
 def make_optimizer(

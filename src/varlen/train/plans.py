@@ -195,30 +195,20 @@ def plans_of(
     search = Search(merges=plan.merges, least_rows=plan.least_rows)
     # The quick plan needs no close search, unless it must equal the plan of the same method.
     quick = search if plan.quick == method else replace(search, closely=False)
+    ways: dict[str, Any] = {"cost": cost, "mesh": mesh, "recompute": plan.recompute, "offload": plan.offload}
     planner = Planner(
         function="varlen.train.affordable:affordable",
         quick={"method": plan.quick, "search": quick},
         ahead=plan.ahead,
         deadline_s=plan.deadline_s,
-        cost=cost,
-        mesh=mesh,
         method=method,
         search=search,
-        recompute=plan.recompute,
-        offload=plan.offload,
+        **ways,
     )
     words += f", rates of {cost.hardware.name or 'a file'}"
 
     def of_evaluation(_: int, lengths: Int32Array) -> StepPlan:
-        return affordable(
-            lengths,
-            cost=cost,
-            mesh=mesh,
-            method=plan.quick,
-            search=quick,
-            recompute=plan.recompute,
-            offload=plan.offload,
-        )
+        return affordable(lengths, method=plan.quick, search=quick, **ways)
 
     path = settings.run.folder / STATE
     return RunPlans(planner, words, cost=cost, path=path, of_evaluation=of_evaluation)
@@ -301,7 +291,7 @@ class SliceGradients(Gradients[PackedBatch]):
         assert found.document_losses is not None, "they were asked for"
         assert found.document_targets is not None, "they were asked for"
         # Every rank has the losses of the whole step.
-        weights = found.document_targets * float(self._ranks.is_first)
+        weights = (found.document_targets * self._ranks.is_first).astype(np.float64)
         lengths = batch.document_lengths if batch.plan is None else batch.plan.lengths
         sums = np.where(weights > 0, found.document_losses, 0.0) * weights
         return DocumentLosses(lengths=np.asarray(lengths, np.float64), sums=sums, weights=weights)

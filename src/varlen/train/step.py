@@ -246,7 +246,7 @@ class PackGradients(Gradients[PackedBatch]):
             np.bincount(documents, values.double().cpu().numpy(), minlength=len(lengths) + 1)[1:]
             for values in (losses, weights)
         ]
-        return DocumentLosses(lengths=lengths.astype(np.float64), sums=sums[0], weights=sums[1])
+        return DocumentLosses(*(each.astype(np.float64) for each in (lengths, *sums)))
 
     def finish(self, whole: Part) -> float:
         """Divide gradients by the sum of the targets' weights, which is known once all ranks have all batches."""
@@ -304,7 +304,7 @@ def of_one_graph(arguments: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(arguments)
     for side in ("q", "k"):
         if f"cu_seq_lens_{side}" in found:
-            torch._dynamo.mark_dynamic(found[f"cu_seq_lens_{side}"], 0)  # type: ignore[no-untyped-call]
+            torch._dynamo.mark_dynamic(found[f"cu_seq_lens_{side}"], 0)
             found[f"max_length_{side}"] = width
     return found
 
@@ -370,7 +370,8 @@ def target_losses(
     known = (targets != IGNORE_INDEX).float()
     if weights is not None:
         known *= torch.nn.functional.pad(weights[:, 1:], (0, 1)).reshape(-1)
-    blocks = zip(logits.reshape(-1, logits.shape[-1]).split(BLOCK), targets.split(BLOCK))
+    flat = logits.reshape(-1, logits.shape[-1])
+    blocks = zip(torch.split(flat, BLOCK), torch.split(targets, BLOCK))
     losses = [
         cross_entropy(block.float(), wanted, ignore_index=IGNORE_INDEX, reduction="none")
         for block, wanted in blocks

@@ -74,7 +74,7 @@ def run_tokenizer(data: DataSettings, model: ModelSettings) -> RunTokenizer:
     mark = None
     if model.type is not None:
         mark = open_source(
-            as_data(data), columns=data.columns, on_error=data.on_error or "raise", **of_folders
+            _listed(data.source), columns=data.columns, on_error=data.on_error or "raise", **of_folders
         ).made_by()
     return RunTokenizer(made=made, vocab_size=None if mark is None else mark.vocab_size, words=words)
 

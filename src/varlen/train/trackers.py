@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -143,8 +144,7 @@ class Tracked:
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         for name in list(self._trackers):
-            tracker = self._trackers[name]
-            self._tried(name, lambda tracker=tracker: tracker.log(values, step))
+            self._tried(name, partial(self._trackers[name].log, values, step))
 
     def _tried(self, name: str, act: Callable[[], object]) -> None:
         try:
