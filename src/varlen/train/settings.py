@@ -448,6 +448,7 @@ class SampleSettings:
     """`[sample]`: texts that the model writes after prompts, to look at while it is trained."""
 
     prompts: tuple[str, ...]
+    """What the texts begin with."""
     every: int = 500
     """Steps between texts; the last step has some too. 0: only that."""
     tokens: int = 64
