@@ -180,11 +180,11 @@ def test_a_link_that_leads_nowhere_is_found(link, tmp_path):
     assert len(dead_links(page)) == 1
 
 
-FEEDING = pages.ROOT / "docs" / "feeding.md"
+TRAINING = pages.ROOT / "docs" / "training.md"
 
 
 def four_commands() -> list[list[str]]:
-    blocks = [b.code for b in pages.blocks(FEEDING.read_text(encoding="utf-8")) if b.language == "bash"]
+    blocks = [b.code for b in pages.blocks(TRAINING.read_text(encoding="utf-8")) if b.language == "bash"]
     found = [shlex.split(line) for line in blocks[0].splitlines()]
     programs = {"varlen": ["-m", "varlen"], "torchrun": ["-m", "torch.distributed.run"]}
     return [[sys.executable, "-W", "ignore", *programs[words[0]], *words[1:]] for words in found]
