@@ -30,7 +30,7 @@ def test_pages_of_declarations_are_up_to_date(made):
     assert (reference.FOLDER / name).read_text(encoding="utf-8") == made(), "run: python docs/reference.py"
 
 
-TABLES = "data model optimizer run log measure plan eval track adapter sample".split()
+TABLES = ["data", "model", "optimizer", "run", "log", "measure", "plan", "eval", "track", "adapter", "sample"]
 
 
 def test_every_table_and_verb_has_a_section():
