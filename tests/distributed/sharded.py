@@ -211,7 +211,7 @@ def run_memory(
         # Messages as small as the model: its matrices go by themselves, as those of larger models do, and what gloo
         # copies of the others, in a thread of its own and so at any time, is little.
         patched.setattr(gradients, "ALONE_BYTES", 1 << 16)
-        patched.setitem(gradients.Reduction.__init__.__kwdefaults__, "most_bytes", 1 << 18)
+        patched.setattr(gradients, "BUCKET_BYTES", 1 << 18)
         dtype = torch.float32 if is_sharded else torch.bfloat16
         model = tiny("llama", dtype, vocab_size=vocab, **SIZES_OF_MEMORY)
         cost = vl.CostModel(

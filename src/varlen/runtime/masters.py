@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.runtime.main_grads import gradient_of, is_narrow, local, set_gradient, wide
-from varlen.runtime.mesh.gradients import BUCKET_BYTES, buckets, row_length
+from varlen.runtime.mesh.gradients import buckets, row_length
 from varlen.runtime.mesh.process_groups import Group
 from varlen.runtime.mesh.shared_documents import ProcessPeers
 
@@ -155,7 +155,7 @@ class Masters:
 def _buckets(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
     """Yield pairs in order, as many of one dtype as go into a message."""
     by_parameter = {id(pair.parameter): pair for pair in pairs}
-    for bucket in buckets([pair.parameter for pair in pairs], BUCKET_BYTES):
+    for bucket in buckets([pair.parameter for pair in pairs]):
         yield [by_parameter[id(parameter)] for parameter in bucket]
 
 

@@ -15,6 +15,7 @@ from varlen.runtime.chunk import Units
 from varlen.runtime.clock import Clock
 from varlen.runtime.decoder import DecoderParts
 from varlen.runtime.main_grads import gradient_of, set_gradient, step_gradients
+from varlen.runtime.mesh import gradients
 from varlen.runtime.mesh.gradients import Reduction, row_length
 from varlen.runtime.stage_run import StageRunner
 from varlen.runtime.step import LocalTransport, chunk_steps, step_data
@@ -62,7 +63,8 @@ def test_all_but_the_embedding_is_given_while_the_last_task_runs(
     tasks = [0, 0, 1, 2, 1, 2] if splits_backward else None
     plan = one_gpu_plan(LENGTHS, SLICES, recompute=recompute, tasks=tasks, splits_backward=splits_backward)
     parts, parameters = DecoderParts.of(model), dict(model.named_parameters())
-    reduction = Reduction(parameters, group, parts, most_bytes=1)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+    reduction = Reduction(parameters, group, parts)
     chunks = chunk_steps(parts, [range(3)], step_data(plan, tokens_of(LENGTHS), None), plan, units=reduction)
     found = []
     run_embedding = DecoderParts.embed_backward
@@ -106,7 +108,8 @@ def test_rows_that_replicas_divide_are_sent_while_the_last_task_runs(dtype, spli
     divided = {
         name for name in parameters if "norm" not in name
     }  # norms are summed as a whole, among the others
-    reduction = Reduction(parameters, group, parts, divided, most_bytes=1)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+    reduction = Reduction(parameters, group, parts, divided)
     data = step_data(plan, tokens_of(LENGTHS), None)
     sent_before: list[int] = []
     run_embedding = DecoderParts.embed_backward

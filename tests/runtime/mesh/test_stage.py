@@ -25,11 +25,11 @@ from varlen.cost.memory import num_communicators
 from varlen.errors import DeadlockError, ModelError, PlanError, SettingError
 from varlen.runtime.chunk import AS_THEY_ARE, ChunkStep, StepData
 from varlen.runtime.clock import Clock
-from varlen.runtime.mesh import process_groups
+from varlen.runtime.mesh import gradients, process_groups
 from varlen.runtime.mesh.channels import Channel, Channels
 from varlen.runtime.mesh.consistency import batch_fingerprint
 from varlen.runtime.mesh.failures import Notes, PeerLostError, WaitReporter, naming_the_missing, wait_until
-from varlen.runtime.mesh.gradients import buckets, clip
+from varlen.runtime.mesh.gradients import clip
 from varlen.runtime.mesh.process_groups import Group, MeshCoordinate, coordinate_of, open_groups
 from varlen.runtime.split import Elsewhere, cut_to_stage
 from varlen.runtime.stage_run import StageRunner
@@ -193,7 +193,9 @@ def test_stages_that_would_wait_in_a_circle_are_found_before_anything_runs():
 def test_messages_hold_every_gradient_once_and_few_bytes(sizes, most):
     given = [torch.zeros(n, dtype=torch.float64 if wide else torch.float32) for n, wide in sizes]
 
-    found = list(buckets(given, most))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gradients, "BUCKET_BYTES", most)
+        found = list(gradients.buckets(given))
 
     assert [id(one) for bucket in found for one in bucket] == [id(one) for one in given]
     for bucket in found:

@@ -38,7 +38,6 @@ from varlen.runtime.main_grads import (
     wide,
 )
 from varlen.runtime.mesh.gradients import (
-    BUCKET_BYTES,
     RowSums,
     begin_row_sums,
     buckets,
@@ -259,7 +258,7 @@ class Shards(Units):
     def _sum(self, names: Sequence[str]) -> None:
         self._end_sums()
         learning = {id(self._whole[n]): n for n in names if self._sharded[n].requires_grad}
-        for bucket in buckets([self._whole[n] for n in learning.values()], BUCKET_BYTES):
+        for bucket in buckets([self._whole[n] for n in learning.values()]):
             held = [learning[id(parameter)] for parameter in bucket]
             found = {n: self._whole[n] for n in held}
             self._has |= {n for n, p in found.items() if p.grad is not None or gradient_of(p) is not None}

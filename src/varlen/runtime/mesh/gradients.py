@@ -49,12 +49,10 @@ class Reduction(Units):
         group: Group,
         parts: DecoderParts,
         divided: Set[str] = frozenset(),
-        *,
-        most_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._parameters, self._group, self.divided = parameters, group, divided
         self._peers = ProcessPeers(group)
-        self._buckets = deque(self._in_order(most_bytes))
+        self._buckets = deque(self._in_order())
         self._open = {id(parameter) for parameter in parameters.values()}  # with gradients that aren't whole
         self._has: set[int] = set()  # parameters with a gradient on this rank
         self._works: list[Any] = []
@@ -67,7 +65,7 @@ class Reduction(Units):
         uses = Counter(itertools.chain(*units))
         self._own = {n: {p for p in unit if uses[p] == 1} for n, unit in zip(numbers, units)}
 
-    def _in_order(self, most_bytes: int) -> list[list[str]]:
+    def _in_order(self) -> list[list[str]]:
         """Return buckets of whole sums and of rows by names, in the order in which their last gradients come."""
         names = list(self._parameters)[::-1]
         name_of = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -76,7 +74,7 @@ class Reduction(Units):
         found = [[name] for name in names if name in alone]
         for kind in (self._parameters.keys() - self.divided, self.divided - alone):
             alike = [self._parameters[name] for name in names if name in kind]
-            found += [[name_of[id(p)] for p in bucket] for bucket in buckets(alike, most_bytes)]
+            found += [[name_of[id(p)] for p in bucket] for bucket in buckets(alike)]
         return sorted(found, key=lambda bucket: place[bucket[-1]])
 
     @contextmanager
@@ -146,13 +144,13 @@ class Reduction(Units):
             self.rows.update(zip(names, sums()))
 
 
-def buckets(parameters: Sequence[Any], most_bytes: int) -> Iterator[list[Any]]:
+def buckets(parameters: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield parameters in order, as many of one dtype at a time as have gradients that go into a message."""
     held: list[Any] = []
     size = 0
     for one in parameters:
         num_bytes = _message_bytes(one)
-        if held and (one.dtype != held[0].dtype or size + num_bytes > most_bytes):
+        if held and (one.dtype != held[0].dtype or size + num_bytes > BUCKET_BYTES):
             yield held
             held, size = [], 0
         held.append(one)
