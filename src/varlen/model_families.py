@@ -93,6 +93,11 @@ FAMILIES: dict[str, Family] = {
 UNKNOWN = Family()
 
 
+def cache_name(module: Any) -> str:
+    """Return the argument of a module's `forward` that takes a cache, which transformers 5.24 renamed."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+
+
 def names_in(module: Any, method: str | None = None) -> frozenset[str]:
     """Return the globals and attributes to which the code of a module's class and its base classes refers.
 

@@ -22,7 +22,7 @@ from varlen.attention.rules import MASKLESS_KINDS, SINGLE_TOKENS, rotary_setting
 from varlen.cost.memory import LOGIT_ROWS
 from varlen.counts import many
 from varlen.errors import ModelError
-from varlen.model_families import FAMILIES, UNKNOWN, names_in
+from varlen.model_families import FAMILIES, UNKNOWN, cache_name, names_in
 from varlen.runtime.attention import register
 from varlen.runtime.casting import uncast, ungraphed
 from varlen.runtime.kv_cache import Slices
@@ -116,8 +116,8 @@ class DecoderParts:
     logits: Logits = AS_GIVEN
     vocabulary: Vocabulary | None = None
     """How tp ranks divide embedding and head; None where this process has them whole."""
-    counts_tokens: bool = False
-    """Whether layers ask a cache how many tokens came before, and take no positions for it (Llama 4)."""
+    cache: str = ""
+    """Argument of layers that ask a cache how many tokens came before, and take no positions for it (Llama 4)."""
 
     @classmethod
     def of(cls, model: Any, kernels: Kernels = "auto") -> DecoderParts:
@@ -192,7 +192,7 @@ class DecoderParts:
             hidden: `[1, rows, hidden]`.
         """
         rotated = positions.embeddings
-        more = {"past_key_values": _Before(positions.ids)} if self.counts_tokens else {}
+        more = {self.cache: _Before(positions.ids)} if self.cache else {}
         out = self.layers[layer](
             hidden,
             attention_mask=None,
@@ -584,6 +584,7 @@ def _parts_of(name: str, model: Any, kernels: Kernels) -> DecoderParts:
     }
     by_type = "layer_type" in inspect.signature(type(rotary).forward).parameters
     kinds = tuple(getattr(config, "layer_types", None) or ())[: len(layers)]
+    counts = any("get_seq_length" in names_in(m, "forward") for layer in layers for m in layer.modules())
     return DecoderParts(
         embedding=embedding,
         layers=layers,
@@ -601,9 +602,7 @@ def _parts_of(name: str, model: Any, kernels: Kernels) -> DecoderParts:
             float(told.get("logit_scale", 1.0)) / float(told.get("logits_scaling", 1.0)),
             told.get("final_logit_softcapping"),
         ),
-        counts_tokens=any(
-            "get_seq_length" in names_in(m, "forward") for layer in layers for m in layer.modules()
-        ),
+        cache=cache_name(layers[0]) if counts else "",
     )
 
 

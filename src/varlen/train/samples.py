@@ -12,6 +12,7 @@ import torch
 
 from varlen.adapters import hf
 from varlen.errors import SettingError
+from varlen.model_families import cache_name
 from varlen.text.tokenizer import ByteTokenizer, Tokenizer
 from varlen.train.parallel import reshard
 from varlen.train.settings import SampleSettings
@@ -63,10 +64,10 @@ class Sampler:
         """Return the ids that follow, up to the end of a text."""
         generator = torch.Generator(device=ids.device).manual_seed(self._seed + step)
         eos, written, cache = self._tokenizer.specials.eos_id, list[int](), None
-        following = ids
+        following, name = ids, cache_name(hf.unwrap(model))
         for _ in range(self._settings.tokens):
-            out = model(input_ids=following, past_key_values=cache, use_cache=True)
-            cache, logits = out.past_key_values, out.logits[0, -1].float()
+            out = model(input_ids=following, use_cache=True, **{name: cache})
+            cache, logits = out[name], out.logits[0, -1].float()
             if self._settings.temperature > 0:
                 shares = torch.softmax(logits / self._settings.temperature, dim=-1)
                 following = torch.multinomial(shares, 1, generator=generator)[None]

@@ -10,6 +10,7 @@ from transformers import AttentionInterface, FalconConfig, GptOssConfig, Llama4T
 from varlen.adapters import hf
 from varlen.adapters.hf.attention import NAME, varlen_attention
 from varlen.errors import ModelError
+from varlen.model_families import cache_name
 
 
 def test_dropout_leaves_out_weights_in_training_and_none_in_evaluation():
@@ -118,10 +119,11 @@ def test_arguments_made_for_another_attention_are_refused():
 def test_a_cache_with_earlier_tokens_is_refused():
     model = tiny("llama", NAME)
     arguments = hf.plain_inputs(tokens(1), model) | {"use_cache": True}
-    cache = model(**arguments).past_key_values
+    name = cache_name(model)
+    cache = model(**arguments)[name]
 
     with pytest.raises(ModelError, match="16 keys for 8 queries a row, so a cache is on"):
-        model(**arguments, past_key_values=cache)
+        model(**arguments, **{name: cache})
 
 
 def test_generating_text_is_refused_with_the_way_out():

@@ -50,6 +50,7 @@ FAULTS: list[tuple[dict[str, Any], str, str, tuple[int | None, int | None]]] = [
     ),
     (FLASH_LESS | {"use_cache": True}, "error use_cache", "use_cache is on", (0, 3)),
     (FLASH_LESS | {"past_key_values": object()}, "error use_cache", "a cache is given", (0, 3)),
+    (FLASH_LESS | {"cache": object()}, "error use_cache", "a cache is given", (0, 3)),
     (
         FLASH_LESS | {"position_ids": None, "seq_idx": good()["seq_idx"]},
         "error positions_missing",

@@ -21,6 +21,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 BY_TOKEN = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "seq_idx")
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 LONGEST = ("max_length_q", "max_length_k")
+CACHES = ("past_key_values", "cache")  # before transformers 5.24, and from then on
 OTHER_ENDS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens")
 OTHER_NUMBERS = ("segment_ids", "sequence_ids", "document_ids", "doc_ids")
 OTHER_LENGTHS = ("seq_lengths", "seq_lens")
@@ -42,7 +43,7 @@ class GivenBatch:
     use_cache: bool | None = None
     """None if it wasn't given."""
     has_cache: bool = False
-    """Whether a cache was given (`past_key_values`)."""
+    """Whether a cache was given, by one of `CACHES`."""
     segment_ids: IntArray | None = None
     """`[rows, width]`, -1 at padding; only of a PackedBatch."""
     unread: Mapping[str, IntArray] = field(default_factory=dict)
@@ -110,7 +111,7 @@ def read(batch: Any) -> GivenBatch:
         finished_mask=finished,
         unread=dict(_unread(batch, arrays["input_ids"].shape)),
         use_cache=None if use_cache is None else bool(use_cache),
-        has_cache=batch.get("past_key_values") is not None,
+        has_cache=any(batch.get(name) is not None for name in CACHES),
     )
 
 
