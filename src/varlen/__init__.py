@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from varlen.verify.models.api import verify
     from varlen.verify.models.report import VerifyReport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "CostModel": "varlen.cost.model",

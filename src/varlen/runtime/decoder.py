@@ -82,7 +82,9 @@ class _Before:
         """Return what each row's number is short of its position, int64 `[rows]`."""
         return self._before
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values as they are: the attention of slices keeps them."""
         return key, value
 
