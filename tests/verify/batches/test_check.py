@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tests.support.hf_models import VOCABULARY, make, tiny
 from tests.support.rarely import mostly
 from transformers import AutoConfig
@@ -175,7 +177,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": PLACES | {"num_key_value_heads": 4},
     "gemma2": PLACES | {"num_key_value_heads": 2, "head_dim": 8},
 }
-LEAKING = ("falcon", "opt", "bloom", "mpt", "gpt_oss", "biogpt", "mamba")
+LEAKING = ["opt", "bloom", "mpt", "gpt_oss", "biogpt", "mamba"]
+if Version(transformers.__version__) < Version("5.24"):
+    LEAKING.append("falcon")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -192,7 +196,7 @@ def test_families_that_never_look_at_positions_are_found_and_no_other(family):
     assert report.kinds == (("model_family",) if family in LEAKING else ())
 
 
-@pytest.mark.parametrize("family", ["falcon", "gpt2"])
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
 def test_a_family_is_no_trouble_where_rows_hold_one_document_each(family):
     model = model_with("eager", AutoConfig.for_model(family, **FAMILIES[family]))
     batch = {

@@ -232,7 +232,7 @@ def test_documents_that_would_change_the_rope_of_all_others_are_told():
 
 
 def test_where_positions_alone_leak_no_cache_is_blamed():
-    report = vl.verify("falcon", backends=["eager"], layouts=["rows"])
+    report = vl.verify("opt", backends=["eager"], layouts=["rows"])
 
     whys = {cell.call: (cell.kind, cell.fix) for cell in report.leaks}
     assert whys["position_ids, use_cache=True"] == whys["position_ids, use_cache=False"]
