@@ -2,10 +2,10 @@
 #   VENV=FOLDER     where the environment lives (.venv; the user's cache folder where the clone is read-only)
 #   PYTHON=python3.12   the Python that it is made with, 3.11 or later (found if not said)
 #   WORKERS=2       test processes side by side
-#   ARGS="..."      handed on to the program of `make demo`, `make test`, `make soak` and `make bench`
+#   ARGS="..."      handed on to the program of `make demo`, `make test`, `make newest`, `make soak` and `make bench`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lint types docs pages-run tables pages matrix soak bench bench-plan bench-run pins clean
+.PHONY: help setup demo test newest check format lint types docs pages-run tables pages site dist matrix soak bench bench-plan bench-run pins clean
 
 # What a shell has set for another project must not leak into this one.
 unexport PYTHONPATH PYTHONHOME
@@ -42,6 +42,10 @@ demo: setup ## train on real text, padded against packed, and write report.html 
 test: setup ## run the tests
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
+newest: ## run the tests with the newest release of everything, of PyTorch only where it is a CPU build
+	@sh scripts/setup --newest "$(VENV)-newest"
+	"$(VENV)-newest/bin/python" -m pytest -o cache_dir="$(SCRATCH)/.pytest_cache" -n $(WORKERS) --dist worksteal $(ARGS)
+
 check: format lint types docs ## format, lint, types and documentation, changing nothing
 
 format: setup
@@ -67,8 +71,15 @@ tables: setup
 	$(RUN) docs/reference.py --check
 
 pages: setup ## write into README and docs what their examples print now, and draw their pictures
-	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) -m benchmarks.table && $(RUN) -m benchmarks.strategies.page \
+	$(RUN) docs/draw.py && $(RUN) docs/pages.py && $(RUN) docs/notebooks.py && $(RUN) -m benchmarks.table && $(RUN) -m benchmarks.strategies.page \
 	&& $(RUN) -m benchmarks.running.page && $(RUN) -m benchmarks.gpu.page
+
+site: setup ## build the pages as a site for browsers, $(SCRATCH)/site/index.html
+	$(RUN) docs/site.py "$(SCRATCH)/site"
+
+dist: setup ## build the wheel and the sdist into dist/
+	@mkdir -p dist && $(RUN) -c "from flit_core import buildapi; buildapi.build_wheel('dist'); buildapi.build_sdist('dist')"
+	@ls dist
 
 matrix: setup ## verify every causal family of transformers and write docs/compatibility.md (under 20 minutes)
 	$(RUN) docs/compatibility.py $(ARGS)
@@ -94,5 +105,6 @@ pins: setup ## write constraints.txt from what the environment holds now
 
 clean: ## remove the environment and every cache
 	@test ! -f "$(VENV)/varlen-ready" || rm -rf "$(VENV)"
+	rm -rf "$(VENV)-newest" "$(SCRATCH)"/site
 	rm -rf "$(SCRATCH)"/.ruff_cache "$(SCRATCH)"/.mypy_cache "$(SCRATCH)"/.pytest_cache "$(SCRATCH)"/.hypothesis
 	find src tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

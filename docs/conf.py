@@ -2,7 +2,7 @@
 
 from varlen import __version__
 
-project, author, release = "varlen", "varlen's authors", __version__
+project, author, release = "varlen", "The varlen authors", __version__
 copyright = author
 extensions = [
     "myst_parser",
@@ -12,12 +12,26 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_llm.txt",
 ]
-html_theme, html_title = "furo", "varlen"
+exclude_patterns = ["_build"]
+
+html_theme, html_title = "furo", f"varlen {release}"
+html_static_path, html_css_files = ["static"], ["site.css"]
+html_copy_source = html_show_sourcelink = html_show_sphinx = False
+html_show_search_summary = False  # it fetches pages, which browsers refuse for files
+
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build"]
+suppress_warnings = ["myst.header"]  # tables that programs write begin at the third level
+smartquotes = False  # names of methods stand in quotation marks
+
 default_role = "code"  # docstrings name things in single backticks
-autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-# Tables that programs write begin at the third level.
-suppress_warnings = ["myst.header"]
+autodoc_typehints = "signature"
+autodoc_type_aliases = {name: name.rpartition(".")[2] for name in ("npt.ArrayLike", "ArrayLike", "IntArray")}
+maximum_signature_line_length = 90
+
+# Beside each page stands its Markdown, and the index as `llms.txt`.
+llms_txt_override_source = "index"
+llms_txt_nested_enabled = False
+llms_txt_suffix_mode = "append"
+llms_txt_build_parallel = False  # the pages are read once

@@ -11,7 +11,11 @@ from types import ModuleType
 from varlen.errors import MissingExtraError
 
 # Extras of varlen that install a library.
-_EXTRAS = {"torch": "train", "transformers": "train", "highspy": "plan", "ray": "ray", "s3fs": "s3"}
+_EXTRAS = {
+    **{"torch": "train", "transformers": "train", "peft": "lora", "torchao": "adamw-8bit"},
+    **{"tensorboard": "track", "wandb": "track", "mlflow": "track"},
+    **{"highspy": "plan", "ray": "ray", "s3fs": "s3"},
+}
 # Distributions with another name than their import.
 _PACKAGES = {"yaml": "pyyaml", "megatron": "megatron-core"}
 

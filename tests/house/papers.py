@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.house.tree import text_files
 
-MOST_LINES_OF_README = 150
+MOST_LINES_OF_README = 120
 FIRST_SCREEN = 30
 # A folder that only one machine has, and where packages come from, which is for pip to know.
 ONE_MACHINE = re.compile(r"(?:^|[^\w.])/(?:work|farm|root|home/\w+|Users/\w+)/", re.MULTILINE)
@@ -22,7 +22,7 @@ CHANGELOG_HEADINGS = re.compile(
 
 
 def readme_is_one_read(root: Path) -> list[str]:
-    """README has at most 150 lines, something to run in its first screen, and names both commands."""
+    """README has at most 120 lines, something to run in its first screen, and names both commands."""
     lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
     found = []
     if len(lines) > MOST_LINES_OF_README:
