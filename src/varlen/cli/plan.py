@@ -175,7 +175,7 @@ def _settings(
 
     check_methods(method or ())
     check_price(price)
-    settings = {"repairs": repairs, "price": price}
+    settings: dict[str, Any] = {"repairs": repairs, "price": price}
     if not sweep:
         # Whoever names methods wants these alone, and sooner.
         return settings | {"methods": method or METHODS, "alternatives": not method}

@@ -71,13 +71,6 @@ class MethodFigures:
         return int(self.plan.num_ranks[self.plan.first_ranks >= 0].min()) * self.plan.mesh.cp
 
     @property
-    def recompute(self) -> str:
-        """What the plan recomputes, or ""."""
-        if self.plan is None or self.plan.recompute_share == 1:
-            return "" if self.plan is None else self.plan.recompute
-        return f"{self.plan.recompute}, {self.plan.recompute_share:.0%} of layers"
-
-    @property
     def offload(self) -> str:
         """What the plan offloads to host memory, or ""."""
         return "" if self.plan is None or self.plan.offload == "none" else self.plan.offload

@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from varlen.report.drawing import Bar, bars
 from varlen.report.page import (
+    NARROW,
+    WIDE,
     caption_of,
     duration,
     facts,
@@ -26,6 +29,7 @@ from varlen.report.page import (
     significant,
     size,
     table,
+    twice,
 )
 from varlen.report.plan import MethodFigures, PlanComparison, baseline, headline
 from varlen.report.plan_table import (
@@ -205,8 +209,15 @@ def plan_page(comparison: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
         section("Methods", _methods(comparison)),
     ]
     if planned:
-        rows = [takes(comparison, row) for row in planned]
-        parts.append(section("Where time and memory go", _table(TAKES, rows), paragraph(reading(comparison))))
+        rows = [takes(row) for row in planned]
+        parts.append(
+            section(
+                "Where time and memory go",
+                _shares(planned),
+                _table(TAKES, rows),
+                paragraph(reading(comparison)),
+            )
+        )
         parts.append(section("What the fastest plan costs", facts(costs(comparison))))
     if comparison.alternatives:
         parts.append(
@@ -282,6 +293,29 @@ def _methods(comparison: PlanComparison) -> str:
     refused = refusals(comparison)
     return (_table(GIVES, rows) if rows else "") + (
         paragraph("Without a plan:") + facts(refused) if refused else ""
+    )
+
+
+def _shares(planned: Sequence[MethodFigures]) -> str:
+    """Draw the step of each method, divided into computing, exposed communication and bubble."""
+    rows = []
+    for row in planned:
+        assert row.timeline is not None
+        parts = (
+            (row.computing_ratio, "forward"),
+            (float(row.timeline.exposed_ratio), "gather"),
+            (float(row.timeline.bubble_ratio), "idle"),
+        )
+        kind = "" if rows else "varlen"
+        note = duration(row.step_s)
+        rows.append(Bar(label=row.title, value=row.step_s, note=note, kind=kind, parts=parts))
+    label = "seconds of a step of each method: computing, exposed communication, bubble"
+    keys = (("forward", "computing"), ("gather", "exposed communication"), ("idle", "bubble"))
+    key = "".join(f'<span><i class="{kind}"></i>{words}</span>' for kind, words in keys)
+    return (
+        f'<figure><div class="keys">{key}</div>{twice(bars(rows, WIDE, label), bars(rows, NARROW, label))}'
+        + caption_of("Simulated seconds of a step, by what the GPUs do in them on average.")
+        + "</figure>"
     )
 
 

@@ -123,7 +123,7 @@ def gives(comparison: PlanComparison, row: MethodFigures) -> tuple[str, ...]:
     )
 
 
-def takes(comparison: PlanComparison, row: MethodFigures) -> tuple[str, ...]:
+def takes(row: MethodFigures) -> tuple[str, ...]:
     """Return the cells of `TAKES`, for a method that has a plan."""
     assert row.timeline is not None
     return (
@@ -221,7 +221,7 @@ def plan_table(comparison: PlanComparison) -> RenderableType:
         parts += ["", _table(GIVES, [gives(comparison, row) for row in planned])]
     parts += _refusals(comparison)
     if planned:
-        parts += ["", "Where time and memory go", _table(TAKES, [takes(comparison, row) for row in planned])]
+        parts += ["", "Where time and memory go", _table(TAKES, [takes(row) for row in planned])]
         parts += ["", "What the fastest plan costs", _facts(costs(comparison))]
     if comparison.alternatives:
         parts += ["", "What other choices would give", _table(CHOICES, choices(comparison))]
