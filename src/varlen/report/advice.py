@@ -91,8 +91,6 @@ def advise(
 def _headline(capacity: int, batch_documents: int, of_random: float, of_grouped: float) -> str:
     """Say how many slots packing saves.
 
-    >>> _headline(4096, 8, 0.5, 0.01)
-    'Packing at 4,096 saves 50.0 % of the slots of random batches of 8, and 1.0 % of those of batches grouped by length.'
     >>> _headline(64, 8, -0.5, -0.2)
     'Packing at 64 takes 50.0 % more slots than random batches of 8, and 20.0 % more than batches grouped by length.'
     """

@@ -303,14 +303,14 @@ def _shares(planned: Sequence[MethodFigures]) -> str:
         assert row.timeline is not None
         parts = (
             (row.computing_ratio, "forward"),
-            (float(row.timeline.exposed_ratio), "gather"),
+            (float(row.timeline.exposed_ratio), "sync"),
             (float(row.timeline.bubble_ratio), "idle"),
         )
         kind = "" if rows else "varlen"
         note = duration(row.step_s)
         rows.append(Bar(label=row.title, value=row.step_s, note=note, kind=kind, parts=parts))
     label = "seconds of a step of each method: computing, exposed communication, bubble"
-    keys = (("forward", "computing"), ("gather", "exposed communication"), ("idle", "bubble"))
+    keys = (("forward", "computing"), ("sync", "exposed communication"), ("idle", "bubble"))
     key = "".join(f'<span><i class="{kind}"></i>{words}</span>' for kind, words in keys)
     return (
         f'<figure><div class="keys">{key}</div>{twice(bars(rows, WIDE, label), bars(rows, NARROW, label))}'
