@@ -81,17 +81,17 @@ def advise(
         overlong=overlong,
         call=f'vl.pack(lengths, capacity={chosen.capacity}, method="{of_lengths}"{policy})',
         command=pack_command(arguments, chosen.capacity, method, overlong) if arguments else "",
-        headline=_headline(
+        headline=headline(
             chosen.capacity, batch_documents, random.saved_by(packed), buckets.saved_by(packed)
         ),
         why=" ".join(why),
     )
 
 
-def _headline(capacity: int, batch_documents: int, of_random: float, of_grouped: float) -> str:
+def headline(capacity: int, batch_documents: int, of_random: float, of_grouped: float) -> str:
     """Say how many slots packing saves.
 
-    >>> _headline(64, 8, -0.5, -0.2)
+    >>> headline(64, 8, -0.5, -0.2)
     'Packing at 64 takes 50.0 % more slots than random batches of 8, and 20.0 % more than batches grouped by length.'
     """
     is_fewer = of_random >= 0

@@ -275,6 +275,13 @@ class Inspection:
                 row["slots_per_token"] = packing.slots_per_token
                 row["estimated_packs"] = at.estimated_packs(packing)
                 row["lost_targets_share"] = self.lost_targets_share(packing)
+        sizes = [piece.num_tokens for piece in self.picture.pieces]
+        tree["picture"] |= {
+            "documents": len(sizes),
+            "free_slots": self.picture.capacity - sum(sizes),
+            "packed_pairs": sum(size**2 for size in sizes),
+            "padded_pairs": len(sizes) * max(sizes) ** 2,
+        }
         return {"format": 2, **tree}
 
 
