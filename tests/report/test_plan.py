@@ -23,7 +23,7 @@ from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.plan.bound import lower_bound
 from varlen.report.page import duration, share, times
-from varlen.report.plan import METHODS, baseline, compare, headline, planned, step_documents
+from varlen.report.plan import METHODS, baseline, compare, headline, other_choices, planned, step_documents
 from varlen.report.plan_page import drawn_ranks, plan_page
 from varlen.report.plan_sweep import BOUND, NO_PLAN, STATES, meshes, sweep, sweep_table
 from varlen.report.plan_table import plan_table, truncation
