@@ -240,8 +240,8 @@ def test_the_page_and_the_table_say_that_figures_are_simulated_and_with_which_ra
     }
     for words, cost in said.items():
         found = compare(step, cost=cost, mesh=Mesh(tp=8), methods=("micropack",))
-        assert f"All figures are simulated, {words}" in " ".join(printed(plan_table(found)).split())
-        assert f"All figures are simulated, {words}" in "".join(read(plan_page(found)).text)
+        assert f"All times and memory are simulated, {words}" in " ".join(printed(plan_table(found)).split())
+        assert f"All times and memory are simulated, {words}" in "".join(read(plan_page(found)).text)
 
 
 def said_of(best, other):

@@ -339,7 +339,7 @@ SHORT_TITLES = {
     "trl_bfd": "windows, truncated (TRL)",
     "axolotl_multipack": "first fit, dropped (axolotl)",
     "llama_factory_knapsack": "windows, dropped (LLaMA-Factory)",
-    "next_fit_drop": "next fit, dropped (as fast-axolotl)",
+    "next_fit_drop": "next fit, dropped (fast-axolotl)",
 }
 """Names of peers' policies in narrow tables."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -365,6 +365,7 @@ def inspect_table(inspection: Inspection) -> RenderableType:
         *_titled("What a capacity costs", _by_capacity(inspection)),
         *_titled("Fill, by capacity", _fill(inspection)),
         *_titled(f"At {at.capacity:,}", _details(at, inspection.advice.packing)),
+        "",
         Text(reading(inspection), style="dim"),
     )
 

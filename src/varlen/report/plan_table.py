@@ -76,7 +76,7 @@ def simulation(comparison: PlanComparison) -> str:
         rates = f"with rates that --calibrate measured. {comparison.estimated}"
     else:
         rates = f"with tables of rates of {comparison.hardware}; --calibrate measures those of your GPUs."
-    return f"All figures are simulated, {rates}"
+    return f"All times and memory are simulated, {rates}"
 
 
 def reading(comparison: PlanComparison) -> str:
@@ -91,7 +91,8 @@ def reading(comparison: PlanComparison) -> str:
         "Computing, exposed and bubble add up to the GPUs' time: exposed is gradient sync and gathered parameters "
         "while nothing is computed, bubble is waiting for other stages and ranks. Imbalance: work of the busiest "
         f"data-parallel rank over the mean. Peak: of the fullest GPU, of {size(comparison.limit_bytes)} that a plan "
-        "may use. Planned in: seconds on this machine."
+        "may use. Recompute: with a share, of that share of the layers; + kv: keys and values are offloaded. Planned in: "
+        "time on this machine."
     )
 
 
@@ -161,23 +162,21 @@ def recomputation(row: MethodFigures) -> str:
     return (row.plan.recompute if row.plan else "") + part + (f" + {row.offload}" if row.offload else "")
 
 
-def price_of(comparison: PlanComparison, row: MethodFigures) -> list[tuple[str, str]]:
-    """Return GPU-hours, and money if a GPU-hour has a price, with those of the best other method."""
-    other = baseline(comparison)
-    beside = other if other is not None and other is not row else comparison.ours
-    hours = significant(comparison.gpu_hours_per_billion(row))
-    words = f"{significant(comparison.gpu_hours(row))} this step, {hours} per 10⁹ tokens"
-    is_alone = beside is None or beside is row
-    if not is_alone:
-        words += f" ({significant(comparison.gpu_hours_per_billion(beside))} with {at_cp(beside)})"
-    rows = [("GPU-hours", words)]
+def _hours(comparison: PlanComparison, best: MethodFigures) -> list[tuple[str, str]]:
+    """Return GPU-hours, and money if a GPU-hour has a price, beside those of the best other method."""
+    other = baseline(comparison) if best is comparison.ours else comparison.ours
+    hours = [comparison.gpu_hours_per_billion(row) for row in (best, other) if row is not None]
+    beside = "" if other is None else f" (%s with {at_cp(other)})"
+
+    def words(values: list[float], what: str) -> str:
+        first, *rest = (significant(value) for value in values)
+        return f"{first} {what}" + (beside % rest[0] if rest else "")
+
+    a_step = f"{significant(comparison.gpu_hours(best))} this step"
+    rows = [("GPU-hours", f"{a_step}, {words(hours, 'per 10⁹ tokens')}")]
     if comparison.price is not None:
-        money = [
-            significant(comparison.price * comparison.gpu_hours_per_billion(one))
-            for one in (row, *(() if is_alone else (beside,)))
-        ]
-        words = f"{money[0]} per 10⁹ tokens, at {comparison.price:g} a GPU-hour"
-        rows.append(("price", words if is_alone else f"{words} ({money[1]} with {at_cp(beside)})"))
+        what = f"per 10⁹ tokens, at {comparison.price:g} a GPU-hour"
+        rows.append(("price", words([comparison.price * value for value in hours], what)))
     return rows
 
 
@@ -188,16 +187,16 @@ def costs(comparison: PlanComparison) -> list[tuple[str, str]]:
         return []
     margin = comparison.margin_bytes(best)
     shared = many(best.plan.num_merged, "document is", "documents are")
-    again = "nothing" if best.plan.recompute == "none" else recomputation(best)
+    again = f"{recomputation(best)}: {share(best.recomputed_ratio)} of all FLOPs are computed a second time"
     return [
-        *price_of(comparison, best),
+        *_hours(comparison, best),
         (
             "memory",
             f"{size(best.timeline.peak_bytes)} on the fullest GPU: {size(margin)}, "
             f"{share(margin / comparison.limit_bytes)} of the {size(comparison.limit_bytes)} that a plan may use, "
             "stay free",
         ),
-        ("recomputed", f"{again}: {share(best.recomputed_ratio)} of all FLOPs are computed a second time"),
+        ("recomputed", "nothing" if best.plan.recompute == "none" else again),
         ("offloaded", "keys and values, to the host's memory" if best.offload else "nothing"),
         ("shared", f"{shared} on several data-parallel ranks, which exchange keys and values"),
         ("delay", "none: a plan moves no document to another step"),
@@ -221,13 +220,17 @@ def plan_table(comparison: PlanComparison) -> RenderableType:
         parts += ["", _table(GIVES, [gives(comparison, row) for row in planned])]
     parts += _refusals(comparison)
     if planned:
-        parts += ["", "Where time and memory go", _table(TAKES, [takes(row) for row in planned])]
-        parts += ["", "What the fastest plan costs", _facts(costs(comparison))]
+        parts += _titled("Where time and memory go", _table(TAKES, [takes(row) for row in planned]))
+        parts += _titled("What the fastest plan costs", _facts(costs(comparison)))
     if comparison.alternatives:
-        parts += ["", "What other choices would give", _table(CHOICES, choices(comparison))]
+        parts += _titled("What other choices would give", _table(CHOICES, choices(comparison)))
     if planned:
         parts += ["", Text(reading(comparison), style="dim")]
     return Group(*parts)
+
+
+def _titled(title: str, content: RenderableType) -> list[RenderableType]:
+    return ["", Text(title, style="bold"), content]
 
 
 def _table(columns: Columns, rows: Sequence[tuple[str, ...]]) -> RenderableType:
