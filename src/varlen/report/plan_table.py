@@ -91,8 +91,8 @@ def reading(comparison: PlanComparison) -> str:
         "Computing, exposed and bubble add up to the GPUs' time: exposed is gradient sync and gathered parameters "
         "while nothing is computed, bubble is waiting for other stages and ranks. Imbalance: work of the busiest "
         f"data-parallel rank over the mean. Peak: of the fullest GPU, of {size(comparison.limit_bytes)} that a plan "
-        "may use. Recompute: with a share, of that share of the layers; + kv: keys and values are offloaded. Planned in: "
-        "time on this machine."
+        "may use. Recompute: with a share, of that share of the layers; + kv: keys and values are offloaded. Planned "
+        "in: time on this machine."
     )
 
 
