@@ -426,7 +426,11 @@ def other_choices(best: MethodFigures, cost: CostModel, mesh: Mesh) -> Iterator[
         for other in (wide // 2, 2 * wide):
             if other and mesh.dp * wide % other == 0:
                 chunks = mesh.virtual_stages if (axis, other) != ("pp", 1) else 1
-                divided = {axis: other, "dp": mesh.dp * wide // other, "virtual_stages": chunks}
+                divided: dict[str, Any] = {
+                    axis: other,
+                    "dp": mesh.dp * wide // other,
+                    "virtual_stages": chunks,
+                }
                 changed = replace(mesh, **divided)
                 if _divides(cost, changed, mesh):
                     yield f"{axis} {other}, dp {changed.dp}", cost, changed
