@@ -57,8 +57,15 @@ CHOICES = {
 CASES = {
     "usual": {},
     "a price, no truncation": {"seed": 1, "price": 2.35, "capacity": 65_536},
-    "little memory": {"seed": 2, "dp": 1, "pp": 4, "tp": 2, "model": "llama-2-70b", "documents": 12},
-    "one GPU": {"seed": 3, "dp": 1, "pp": 1, "tp": 1, "model": "llama-3.2-1b", "hardware": "h200"},
+    "little memory": {
+        "seed": 2,
+        "dp": 1,
+        "pp": 3,
+        "model": "llama-2-70b",
+        "documents": 12,
+        "capacity": 16_384,
+    },
+    "one GPU": {"seed": 3, "dp": 1, "pp": 1, "tp": 1, "documents": 6, "hardware": "b200"},
     "one rate": {"seed": 4, "mode": "flops", "dp": 4, "pp": 1, "alternatives": False},
 }
 
