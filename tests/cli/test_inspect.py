@@ -114,6 +114,34 @@ def test_supervised_tokens_of_chats_are_counted_and_files_of_all_kinds_may_be_mi
     assert json.loads(run.stdout)["name"] == "texts and 1 more"
 
 
+def test_files_are_counted_one_by_one(texts):
+    (texts.parent / "few.jsonl").write_text(json.dumps({"text": "abcdefg"}) + "\n")
+    (texts.parent / "sub").mkdir()
+    (texts.parent / "sub" / "few.jsonl").write_text(json.dumps({"text": "abc"}) + "\n")
+
+    run = asked(
+        "inspect", "texts.jsonl", "few.jsonl", "sub/few.jsonl", "--json", "-o", "out.html", cwd=texts.parent
+    )
+    alone = asked("inspect", "texts.jsonl", "--json", cwd=texts.parent)
+
+    assert run.returncode == 0, run.stderr
+    found = [(one["name"], one["documents"], one["tokens"]) for one in json.loads(run.stdout)["sources"]]
+    whole = sum(len(text) + 1 for text in TEXTS)
+    assert found == [("texts.jsonl", len(TEXTS), whole), ("few.jsonl", 1, 8), ("sub/few.jsonl", 1, 4)]
+    assert "sub/few.jsonl" in (texts.parent / "out.html").read_text(encoding="utf-8")
+    assert json.loads(alone.stdout)["sources"] == []
+
+
+def test_the_page_and_the_json_say_what_was_not_read(texts):
+    with texts.open("a") as file:
+        file.write("{no json\n")
+
+    run = asked("inspect", "texts.jsonl", "--on-error", "skip", "--json", "-o", "out.html", cwd=texts.parent)
+
+    assert json.loads(run.stdout)["notes"] == ["1 record skipped"]
+    assert "1 record skipped" in (texts.parent / "out.html").read_text(encoding="utf-8")
+
+
 def test_what_cannot_be_read_is_left_out_where_that_is_asked_for(texts):
     with texts.open("a") as file:
         file.write("{no json\n")

@@ -120,6 +120,23 @@ def test_a_plan_near_its_bound_or_on_one_gpu_has_no_other_mesh_named(plan):
         assert "may come nearer" not in plan(*arguments)[1]
 
 
+def test_gpu_hours_are_always_there_and_money_where_an_hour_has_a_price(plan):
+    free, priced = (plan("lengths.npz", *JOB, *more)[1] for more in ((), ("--price", 2.5)))
+    row = json.loads(plan("lengths.npz", *JOB, "--price", 2.5, "--json")[1])["methods"][0]
+
+    assert "GPU-hours" in free
+    assert "at 2.5 a GPU-hour" not in free
+    assert "per 10⁹ tokens, at 2.5 a GPU-hour" in " ".join(priced.split())
+    assert row["cost_per_billion_tokens"] == pytest.approx(2.5 * row["gpu_hours_per_billion_tokens"])
+
+
+def test_other_choices_are_planned_unless_methods_are_named(plan):
+    usual, named = (plan("lengths.npz", *JOB, *more) for more in ((), ("--method", "micropack")))
+
+    assert "What other choices would give" in usual[1]
+    assert "What other choices would give" not in named[1]
+
+
 def test_a_sweep_prints_meshes_and_the_command_for_the_best(plan):
     arguments = (
         "lengths.npz",
@@ -174,6 +191,7 @@ def test_a_configuration_of_transformers_is_a_model(plan, tmp_path):
         (("lengths.npz", "--gpus", "64", "--pp", "64"), "64"),
         (("lengths.npz", "--method", "micropak"), "no method is called 'micropak'; did you mean micropack?"),
         (("lengths.npz", "--recompute", "some"), "--recompute must be one of auto, none, selective, full; got"),
+        (("lengths.npz", "--price", "0"), "--price is what a GPU-hour costs, a number above 0; got 0"),
         (("lengths.npz", "--rates", "best"), "--rates must be one of calibrated, flops; got 'best'"),
         (("lengths.npz", "--sharding", "all"), "mesh sharding='all'; it must be \"none\", \"optimizer\""),
         (("lengths.npz", "--capacity", "4kb"), "--capacity must be a whole number of tokens"),
@@ -355,6 +373,7 @@ def planning(verb, folder):
         (("-o", "report.html"), "-o"),
         (("--sweep",), "--sweep"),
         (("--method", "packed"), "--method"),
+        (("--price", "2"), "--price"),
     ],
 )
 def test_what_measuring_does_not_take_is_refused(plan, given, named):

@@ -11,9 +11,10 @@ from tests.support.rarely import mostly
 
 import varlen as vl
 from varlen.errors import DocumentsError, LengthsError, SettingError
-from varlen.report.advice import CANDIDATES, DEFAULTS, choose_capacity, choose_method
-from varlen.report.inspection import inspect_lengths, suitable_capacities
+from varlen.report.advice import CANDIDATES, DEFAULTS, choose_capacity, choose_method, headline
+from varlen.report.inspection import MOST_SOURCES, inspect_lengths, suitable_capacities
 from varlen.report.inspection_figures import METHODS, PACK_METHODS, POLICIES
+from varlen.report.page import share
 
 SMALL = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)
 RNG = np.random.default_rng(0)
@@ -227,20 +228,22 @@ def test_figures_go_through_json_and_back():
 
 KEYS = {
     "": "format name distribution padding capacities advice picture batch_documents packed_documents "
-    "window_documents window seed are_bytes",
+    "window_documents window seed are_bytes sources notes",
     "distribution": "documents empty tokens mean median p90 p99 longest longest_share targets targets_share "
     "histogram",
-    "padding": "name title cut_at tokens slots padding_share slots_per_token",
+    "padding": "name title cut_at tokens slots padding_share slots_per_token saved_share",
     "capacities": "capacity overlong_documents overlong_share truncation_share dropping_share lower_bound packings",
     "packings": "name title kind method overlong documents packs tokens fill lost_tokens lost_share lost_targets "
-    "cut_share dropped_share attention_imbalance work_imbalance length_correlation",
+    "cut_share dropped_share attention_imbalance work_imbalance length_correlation padding_share slots_per_token "
+    "estimated_packs lost_targets_share",
+    "sources": "name documents tokens tokens_share median longest overlong_documents truncation_share targets",
     "advice": "capacity method packing overlong call command headline why",
-    "picture": "capacity pieces",
+    "picture": "capacity pieces documents free_slots packed_pairs padded_pairs",
 }
 
 
 def test_the_keys_of_the_json_are_pinned():
-    tree = inspect_lengths(SHORT).to_json()
+    tree = inspect_lengths(SHORT, sources=[("a", 2_000), ("b", 1_000)]).to_json()
 
     parts = {"": tree, "packings": tree["capacities"][0]["packings"][0]}
     for name in KEYS.keys() - parts.keys():
@@ -464,5 +467,63 @@ def test_every_word_of_the_advice_is_in_the_figures():
     found = inspect_lengths(LONG_TAIL, capacities=[2_048])
 
     assert found.advice.capacity == 2_048
-    assert f"{100 * found.advised.fill:.1f}"[:4] in found.advice.headline
+    ways = {way.name: way for way in found.padding}
+    saved = [1 - 1 / found.advised.fill / ways[name].slots_per_token for name in ("random", "buckets")]
+    assert found.advice.headline == (
+        f"Packing at 2,048 saves {share(saved[0])} of the slots of random batches of 8, and {share(saved[1])} of "
+        "those of batches grouped by length."
+    )
     exec(found.advice.call, {"vl": vl, "lengths": LONG_TAIL})
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 50), max_size=9), min_size=2, max_size=30).filter(
+        lambda all_: any(map(any, all_))
+    )
+)
+def test_every_file_is_counted_by_itself_and_small_ones_together(files):
+    lengths = np.array([length for one in files for length in one])
+    names = [(f"file {number}", len(one)) for number, one in enumerate(files)]
+
+    found = inspect_lengths(lengths, capacities=[16], targets=lengths // 2, sources=names).sources
+
+    largest = sorted(range(len(files)), key=lambda number: -sum(files[number]))
+    alone, rest = largest[:MOST_SOURCES], largest[MOST_SOURCES:]
+    groups = [files[number] for number in alone] + [[n for number in rest for n in files[number]]] * bool(
+        rest
+    )
+    assert [one.name for one in found[: len(alone)]] == [f"file {number}" for number in alone]
+    assert len(found) == len(groups)
+    for one, inside in zip(found, groups):
+        full = [length for length in inside if length]
+        assert (one.documents, one.tokens, one.longest) == (len(inside), sum(full), max(full, default=0))
+        assert one.tokens_share == sum(full) / lengths.sum()
+        assert one.median == (np.median(full) if full else 0)
+        assert one.overlong_documents == sum(length > 16 for length in full)
+        assert one.truncation_share * max(sum(full), 1) == pytest.approx(sum(max(n - 16, 0) for n in full))
+        assert one.targets == sum(length // 2 for length in inside)
+    assert not rest or found[-1].name == f"{len(rest)} smaller file" + "s" * (len(rest) > 1)
+
+
+@pytest.mark.parametrize(
+    ("of_random", "of_grouped", "said"),
+    [
+        (
+            0.5,
+            0.01,
+            "saves 50.0 % of the slots of random batches of 8, and 1.0 % of those of batches grouped by",
+        ),
+        (
+            0.5,
+            -0.01,
+            "saves 50.0 % of the slots of random batches of 8, and takes 1.0 % more than batches grouped",
+        ),
+        (
+            -0.5,
+            -0.2,
+            "takes 50.0 % more slots than random batches of 8, and 20.0 % more than batches grouped by",
+        ),
+    ],
+)
+def test_the_headline_says_it_where_packing_takes_more_slots(of_random, of_grouped, said):
+    assert said in headline(4_096, 8, of_random, of_grouped)

@@ -22,20 +22,11 @@ from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.plan.bound import lower_bound
-from varlen.report.page import share, times
-from varlen.report.plan import (
-    METHODS,
-    baseline,
-    compare,
-    duration,
-    headline,
-    plan_table,
-    planned,
-    step_documents,
-    truncation,
-)
+from varlen.report.page import duration, share, times
+from varlen.report.plan import METHODS, baseline, compare, headline, other_choices, planned, step_documents
 from varlen.report.plan_page import drawn_ranks, plan_page
 from varlen.report.plan_sweep import BOUND, NO_PLAN, STATES, meshes, sweep, sweep_table
+from varlen.report.plan_table import plan_table, truncation
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh
 
@@ -46,12 +37,14 @@ LENGTHS = np.random.default_rng(0).lognormal(7.5, 1.3, 60).clip(16, 40_000).asty
 
 
 @cache
-def comparison(name="chats", dp=2, pp=2, documents=40, capacity=4_096, methods=METHODS, are_bytes=False):
+def comparison(
+    name="chats", dp=2, pp=2, documents=40, capacity=4_096, methods=METHODS, are_bytes=False, **more
+):
     """A step of a few documents, some of them truncated, by all methods or some."""
     step = step_documents(LENGTHS, documents=documents, step=0, capacity=capacity, seed=0)
     cost = COST.replace(recompute="full")
     mesh = Mesh(dp=dp, pp=pp, tp=8)
-    return compare(step, cost=cost, mesh=mesh, methods=methods, name=name, are_bytes=are_bytes)
+    return compare(step, cost=cost, mesh=mesh, methods=methods, name=name, are_bytes=are_bytes, **more)
 
 
 @cache
@@ -164,6 +157,93 @@ def test_the_headline_speaks_of_the_best_other_method_first_and_then_of_tuned_pa
     assert "times the lower bound" in headline(alone)
 
 
+def test_the_headline_says_so_where_another_method_is_faster():
+    found = comparison(dp=4, capacity=40_000)
+    ours, second = found.methods[:2]
+    slow = replace(ours, timeline=replace(ours.timeline, stops_s=1.2 * ours.timeline.stops_s))
+    lost = replace(found, methods=(second, slow) if slow.step_s > second.step_s else (slow, second))
+
+    assert slow.step_s > second.step_s
+    assert lost.ours is slow
+    assert baseline(lost) is lost.best is second
+    at = f" at cp {second.cp}" if second.cp > 1 else ""
+    assert headline(lost) == (
+        f"{duration(second.step_s)} a step with {second.title}{at}; MicroPacks take "
+        f"{times(slow.step_s / second.step_s)} as long."
+    )
+
+
+def test_each_other_choice_changes_one_thing_and_is_planned_and_simulated_like_the_fastest():
+    step = step_documents(LENGTHS, documents=24, step=0, capacity=4_096, seed=0)
+    mesh = Mesh(dp=4, pp=2, tp=4)
+
+    found = compare(step, cost=COST, mesh=mesh, methods=("micropack", "packed"), alternatives=True)
+
+    best = found.best
+    others = {one.title: one for one in found.alternatives}
+    levels = {"none": "nothing", "selective": "selectively", "full": "everything"}
+    recomputed = {f"recompute {much}" for level, much in levels.items() if level != best.plan.recompute}
+    meshes_ = {
+        "pp 1, dp 8": Mesh(dp=8, pp=1, tp=4),
+        "pp 4, dp 2": Mesh(dp=2, pp=4, tp=4),
+        "tp 2, dp 8": Mesh(dp=8, pp=2, tp=2),
+        "tp 8, dp 2": Mesh(dp=2, pp=2, tp=8),
+        "sharding parameters": replace(mesh, sharding="parameters"),
+    }
+    assert best.plan.recompute_share == 1
+    assert others.keys() == recomputed | {"offload keys and values"} | meshes_.keys()
+    for title, one in others.items():
+        plan = one.figures.plan
+        assert one.mesh == meshes_.get(title, mesh)
+        assert one.mesh.num_gpus == mesh.num_gpus
+        if plan is None:
+            assert one.figures.refusal
+            continue
+        assert plan.mesh == one.mesh
+        assert one.figures.step_s == simulate(plan, COST).makespan_s
+        if title in recomputed:
+            assert title == f"recompute {levels[plan.recompute]}"
+            assert plan.offload == best.plan.offload
+        if title == "offload keys and values":
+            assert (plan.offload, plan.recompute) == ("kv", best.plan.recompute)
+
+
+def test_other_choices_leave_out_meshes_that_the_model_or_the_gpus_do_not_divide_into():
+    step = step_documents(LENGTHS, documents=8, step=0, capacity=2_048, seed=0)
+    model = replace(COST.model, layers=3)
+    row = planned(step, "packed", cost=COST.replace(model=model), mesh=Mesh(pp=2, virtual_stages=1, tp=8))
+
+    titles = [title for title, _, _ in other_choices(row, COST.replace(model=model), row.plan.mesh)]
+
+    assert [title for title in titles if title.startswith(("pp", "tp", "sharding"))] == [
+        "pp 1, dp 2",
+        "tp 4, dp 2",
+    ]
+    assert list(other_choices(replace(row, plan=None), COST, Mesh())) == []
+
+
+@pytest.mark.parametrize("price", [0, -1.5, float("nan"), float("inf")])
+def test_a_price_that_is_none_is_refused(price):
+    step = step_documents(LENGTHS, documents=8, step=0, capacity=2_048, seed=0)
+
+    with pytest.raises(SettingError, match="--price is what a GPU-hour costs, a number above 0; got"):
+        compare(step, cost=COST, mesh=Mesh(tp=8), methods=("packed",), price=price)
+
+
+def test_the_page_and_the_table_say_that_figures_are_simulated_and_with_which_rates():
+    step = step_documents(LENGTHS, documents=8, step=0, capacity=4_096, seed=0)
+    measured = COST.replace(hardware=replace(COST.hardware, held_out_errors=(0.052, 0.031)))
+    said = {
+        "with tables of rates of h100; --calibrate measures those of your GPUs.": COST,
+        "with rates that --calibrate measured. The rates of h100 predict": measured,
+        "at one rate of h100 for all FLOPs, as papers count.": COST.replace(mode="flops"),
+    }
+    for words, cost in said.items():
+        found = compare(step, cost=cost, mesh=Mesh(tp=8), methods=("micropack",))
+        assert f"All times and memory are simulated, {words}" in " ".join(printed(plan_table(found)).split())
+        assert f"All times and memory are simulated, {words}" in "".join(read(plan_page(found)).text)
+
+
 def said_of(best, other):
     title = other.title + (f" at cp {other.cp}" if other.cp > 1 else "")
     faster = other.step_s / best.step_s
@@ -273,7 +353,7 @@ def test_an_unknown_method_is_refused_with_the_nearest_name():
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_keeps_to_the_width_and_cuts_no_number(width):
-    found = comparison(are_bytes=True)
+    found = comparison(are_bytes=True, alternatives=True, price=2.5)
 
     text = printed(plan_table(found), width)
 
@@ -379,6 +459,21 @@ def test_a_sweep_is_printed_with_the_fastest_first():
     assert [row["tokens_per_s"] for row in found.to_json()["best"]] == [
         one.tokens_per_s for one in found.best
     ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_of_a_sweep_keeps_to_the_width(width):
+    found = swept(8, capacities=(2_048, 4_096))
+
+    lines = printed(sweep_table(found), width).splitlines()
+
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+    for one in found.best:
+        assert any(
+            f"{duration(one.figures.step_s)} " in line and f"{one.tokens_per_s / 8:,.0f} " in line
+            for line in lines
+        )
 
 
 def test_a_sweep_of_no_gpu_is_refused():

@@ -59,7 +59,7 @@ def calibrated(model: str, tp: int, seconds: float, *, save: Path | None, as_jso
 
 def _print_least(model: str, tp: int, seconds: float, least_s: float) -> None:
     """Print that the smallest set of shapes takes longer than was asked for."""
-    from varlen.report.plan import duration
+    from varlen.report.page import duration
 
     print(
         f"varlen: the smallest set of shapes to which rates of {model} can be fitted takes about "
@@ -139,7 +139,7 @@ def _held_out(found: Calibration) -> Table:
     """Return a table with two rows per shape, one per pass."""
     from rich.table import Table
 
-    from varlen.report.plan import duration
+    from varlen.report.page import duration
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)

@@ -66,6 +66,8 @@ def inspect_data(
             arguments=() if found.are_counted else pack_arguments(data, **reading),
             parts=found.parts,
             are_bytes=found.are_bytes,
+            sources=found.sources,
+            notes=[*found.losses.sentences(), *filter(None, [found.unread])],
             on_progress=on_progress,
         )
     _print_lost(found.losses, found.skipped)

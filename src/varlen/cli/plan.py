@@ -46,6 +46,7 @@ def plan(
     in_order: InOrder = False,
     method: Methods = None,
     rates: RatesName = "calibrated",
+    price: Price = None,
     sweep: Sweep = False,
     calibrate: Calibrate = False,
     seconds: Seconds = None,
@@ -69,7 +70,8 @@ def plan(
     if calibrate:
         from varlen.cli.calibrate import calibrated, check_no_others
 
-        check_no_others(data, {"-o": output, "--trace": trace, "--sweep": sweep or None, "--method": method})
+        others = {"-o": output, "--trace": trace, "--sweep": sweep or None, "--method": method}
+        check_no_others(data, others | {"--price": price})
         calibrated(model, tp, 20.0 if seconds is None else seconds, save=save, as_json=as_json)
         return
     named = _named(data, seconds)
@@ -80,7 +82,7 @@ def plan(
     division = _division(gpus, axes, sharding, sweep=sweep)
     drawn = {"documents": documents, "step": step, "seed": None if in_order else seed}
     capacities = _capacities(capacity, sweep=sweep)
-    settings = division | _settings(method, sharding, repairs=recompute == "auto", sweep=sweep)
+    settings = division | _settings(method, sharding, price, repairs=recompute == "auto", sweep=sweep)
     with progress() as on_progress:
         lengths, are_bytes = _lengths(named, reading, on_progress)
         steps = _steps(lengths, capacities, drawn)
@@ -165,17 +167,21 @@ def _division(gpus: int | None, axes: dict[str, Any], sharding: str, *, sweep: b
     return {"num_gpus": 8 if gpus is None else gpus}
 
 
-def _settings(method: list[str] | None, sharding: str, *, repairs: bool, sweep: bool) -> dict[str, Any]:
+def _settings(
+    method: list[str] | None, sharding: str, price: float | None, *, repairs: bool, sweep: bool
+) -> dict[str, Any]:
     """Return the methods and settings of planning."""
-    from varlen.report.plan import METHODS, check_methods
+    from varlen.report.plan import METHODS, check_methods, check_price
 
     check_methods(method or ())
+    check_price(price)
+    settings: dict[str, Any] = {"repairs": repairs, "price": price}
     if not sweep:
-        return {"methods": method or METHODS, "repairs": repairs}
+        # Whoever names methods wants these alone, and sooner.
+        return settings | {"methods": method or METHODS, "alternatives": not method}
     if method is not None and len(method) > 1:
         raise SettingError(f"--sweep plans by one --method; got {', '.join(method)}")
-    chosen = method[0] if method else "micropack"
-    return {"method": chosen, "repairs": repairs, "sharding": sharding}
+    return settings | {"method": method[0] if method else "micropack", "sharding": sharding}
 
 
 def _capacities(given: list[str] | None, *, sweep: bool) -> list[int]:
@@ -281,6 +287,12 @@ RatesName = Annotated[
     planning_option(
         "--rates",
         help="[bold]calibrated[/]: rates by rows and keys. flops: one rate for all, as papers count.",
+    ),
+]
+Price = Annotated[
+    float | None,
+    planning_option(
+        metavar="P", help="What a GPU-hour costs, in any currency: adds the price of 10⁹ tokens to GPU-hours."
     ),
 ]
 Sweep = Annotated[

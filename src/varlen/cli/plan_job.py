@@ -216,7 +216,7 @@ def show(found: PlanComparison, outputs: dict[str, Path | None], *, as_json: boo
     if as_json:
         print_json(found.to_json())
     else:
-        from varlen.report.plan import plan_table
+        from varlen.report.plan_table import plan_table
 
         _print(plan_table(found), _ways_on(found, outputs))
     if found.best is None:

@@ -66,12 +66,13 @@ def advise(
     random, buckets = (next(way for way in padding if way.name == name) for name in ("random", "buckets"))
     policy = f', overlong="{overlong}"' if overlong != "error" else ""
     why = [
+        f"Padding is {share(random.padding_share)} of the slots of random batches of {batch_documents:,}, "
+        f"{share(buckets.padding_share)} of batches grouped by length, and {share(packed.padding_share)} of packs "
+        f"by {packed.title}.",
         _why_capacity(capacities, chosen, distribution, entry_point),
         _why_method(chosen, entry_point, method),
         *_why_policy(chosen),
         *([_of_lengths(chosen, of_lengths)] if arguments else []),
-        f"Padded, random batches compute {times(random.slots_per_token * packed.fill)} the positions of these packs, "
-        f"batches of equal lengths {times(buckets.slots_per_token * packed.fill)}.",
     ]
     return AdviceFigures(
         capacity=chosen.capacity,
@@ -80,12 +81,32 @@ def advise(
         overlong=overlong,
         call=f'vl.pack(lengths, capacity={chosen.capacity}, method="{of_lengths}"{policy})',
         command=pack_command(arguments, chosen.capacity, method, overlong) if arguments else "",
-        headline=(
-            f"At {chosen.capacity:,}, {packed.title}: {fill(packed.fill)} full. Padded in batches of "
-            f"{batch_documents:,}: {share(1 - random.padding_share)} full at random, "
-            f"{share(1 - buckets.padding_share)} grouped by length."
+        headline=headline(
+            chosen.capacity, batch_documents, random.saved_by(packed), buckets.saved_by(packed)
         ),
         why=" ".join(why),
+    )
+
+
+def headline(capacity: int, batch_documents: int, of_random: float, of_grouped: float) -> str:
+    """Say how many slots packing saves.
+
+    >>> headline(64, 8, -0.5, -0.2)
+    'Packing at 64 takes 50.0 % more slots than random batches of 8, and 20.0 % more than batches grouped by length.'
+    """
+    is_fewer = of_random >= 0
+    random = (
+        f"saves {share(of_random)} of the slots of"
+        if is_fewer
+        else f"takes {share(-of_random)} more slots than"
+    )
+    if of_grouped >= 0:
+        grouped = f"{share(of_grouped)} of those of" if is_fewer else f"saves {share(of_grouped)} of those of"
+    else:
+        grouped = f"takes {share(-of_grouped)} more than" if is_fewer else f"{share(-of_grouped)} more than"
+    return (
+        f"Packing at {capacity:,} {random} random batches of {batch_documents:,}, and {grouped} batches grouped by "
+        "length."
     )
 
 

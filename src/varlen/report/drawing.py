@@ -24,6 +24,8 @@ class Bar:
     note: str
     kind: str
     """Class of its colour: "varlen", "baseline" or "control"."""
+    parts: tuple[tuple[float, str], ...] = ()
+    """Shares of the bar, and classes of their colours; by default it has one colour."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +50,10 @@ def bars(rows: Sequence[Bar], width: int, label: str, least: float = 0.0) -> str
         marks.append(line(left, y + top - 3, left, y + top + thickness + 3, "axis"))
         marks.append(_row_label(row.label, left, y, thickness, row.kind))
         length = reach * row.value / longest
-        marks.append(rect(left, y + top, length, thickness, f"bar {row.kind}"))
+        begin = left
+        for part, kind in row.parts or ((1.0, row.kind),):
+            marks.append(rect(begin, y + top, part * length, thickness, f"bar {kind}"))
+            begin += part * length
         marks.append(text(left + length + 7, y + top + thickness / 2 + 4.5, row.note, f"note {row.kind}"))
     return drawing(width, pitch * len(rows), marks, label)
 

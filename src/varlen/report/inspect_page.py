@@ -7,7 +7,18 @@ from html import escape
 from varlen.counts import many
 from varlen.report import drawing
 from varlen.report.drawing import Line, lines, pack_figure
-from varlen.report.inspection import BYTES, full, packs_of, reading
+from varlen.report.inspection import (
+    BYTES,
+    SHORT_TITLES,
+    SOURCE,
+    about_sources,
+    by_capacity,
+    by_source,
+    full,
+    packs_of,
+    reading,
+    signed_share,
+)
 from varlen.report.inspection_figures import GROUP, GROUP_DOCUMENTS, CapacityFigures, Inspection, PackFigures
 from varlen.report.page import (
     NARROW,
@@ -15,7 +26,6 @@ from varlen.report.page import (
     count,
     facts,
     figure,
-    fill,
     numbers,
     page,
     paragraph,
@@ -27,9 +37,7 @@ from varlen.report.page import (
 
 _DRAWN = {
     "next_fit_drop": "next fit, dropped",
-    "llama_factory_knapsack": "windows, dropped (LLaMA-Factory)",
-    "trl_bfd": "windows, truncated (TRL)",
-    "axolotl_multipack": "first fit, dropped (axolotl)",
+    **{name: SHORT_TITLES[name] for name in ("llama_factory_knapsack", "trl_bfd", "axolotl_multipack")},
     "pack_best_fit": "varlen pack",
     "best_fit_decreasing": "vl.pack, sorted by length",
 }
@@ -46,10 +54,12 @@ def inspect_page(inspection: Inspection) -> str:
         f"varlen inspect: {inspection.name}" if inspection.name else "varlen inspect",
         [
             _opening(inspection),
-            section("The documents", _histogram(inspection), facts(_lengths(inspection))),
+            section(
+                "The documents", _histogram(inspection), facts(_lengths(inspection)), *_files(inspection)
+            ),
             section("What padding computes", _padding(inspection), _padding_table(inspection)),
             section("Fill against capacity", _fill(inspection), _fill_table(inspection)),
-            section("What a capacity cuts", _losses(inspection), _loss_table(inspection)),
+            section("What a capacity costs", _losses(inspection), _capacity_table(inspection)),
             section("Even work", _work(inspection, at)),
             section(
                 "One pack and its mask",
@@ -73,14 +83,31 @@ def inspect_page(inspection: Inspection) -> str:
 def _opening(inspection: Inspection) -> str:
     advice, packed = inspection.advice, inspection.advised
     random = next(way for way in inspection.padding if way.name == "random")
+    at, saved = inspection.at(advice.capacity), random.saved_by(packed)
+    word = "fewer" if saved >= 0 else "more"
     rows = (
-        ("varlen", fill(packed.fill), f"of the slots hold a token, packed at {advice.capacity:,}"),
-        ("", times(random.slots_per_token), "slots per token in random batches, padded"),
-        ("", share(packed.cut_share), f"of the documents are cut at {advice.capacity:,}"),
+        (
+            "varlen",
+            share(abs(saved)),
+            f"{word} slots than random batches of {inspection.batch_documents:,}, padded",
+        ),
+        (
+            "",
+            share(packed.padding_share),
+            f"of the slots are padding, packed at {advice.capacity:,}; in random batches "
+            f"{share(random.padding_share)}",
+        ),
+        (
+            "",
+            share(at.truncation_share),
+            f"of the tokens are beyond {advice.capacity:,}: split there, they don't see what is before; "
+            f"{share(at.overlong_share)} of the documents are longer",
+        ),
         ("", times(packed.work_imbalance), "work of the heaviest pack over the mean"),
     )
     command = f'<p class="call"><code>{escape(advice.command)}</code></p>' if advice.command else ""
-    warning = paragraph(BYTES, "warning") if inspection.are_bytes else ""
+    notes = (BYTES if inspection.are_bytes else "", *inspection.notes)
+    warning = "".join(paragraph(note, "warning") for note in notes if note)
     name = f" · {escape(inspection.name)}" if inspection.name else ""
     return (
         f'<header><p class="kicker"><b>varlen</b> inspect{name}</p>'
@@ -125,6 +152,14 @@ def _lengths(inspection: Inspection) -> list[tuple[str, str]]:
     return rows
 
 
+def _files(inspection: Inspection) -> list[str]:
+    """Return a table with a row for each file; nothing if there is only one."""
+    if not inspection.sources:
+        return []
+    rows = [("", row) for row in by_source(inspection)]
+    return [_wordy(table(SOURCE, rows)), paragraph(about_sources(inspection), "note")]
+
+
 def _padding(inspection: Inspection) -> str:
     packed, capacity = inspection.advised, inspection.advice.capacity
     rows = [
@@ -139,8 +174,8 @@ def _padding(inspection: Inspection) -> str:
     rows.append(
         drawing.Bar(
             label=f"packed at {capacity:,}",
-            value=1 - packed.fill,
-            note=f"{share(1 - packed.fill)} · {times(1 / packed.fill)}",
+            value=packed.padding_share,
+            note=f"{share(packed.padding_share)} · {times(packed.slots_per_token)}",
             kind="varlen",
         )
     )
@@ -177,11 +212,12 @@ def _padding_table(inspection: Inspection) -> str:
                 f"{way.slots:,}",
                 share(way.padding_share),
                 times(way.slots_per_token),
+                signed_share(way.saved_by(inspection.advised)),
             ),
         )
         for way in inspection.padding
     ]
-    return _wordy(table(("", "tokens", "slots", "padding", "slots per token"), rows))
+    return _wordy(table(("", "tokens", "slots", "padding", "slots per token", "packing saves"), rows))
 
 
 def _fill(inspection: Inspection) -> str:
@@ -249,20 +285,9 @@ def _losses(inspection: Inspection) -> str:
     )
 
 
-def _loss_table(inspection: Inspection) -> str:
-    found = inspection.capacities
-    rows = [
-        ("documents longer", [f"{at.overlong_documents:,}" for at in found]),
-        ("of all documents", [share(at.overlong_share) for at in found]),
-        ("tokens lost by truncating", [share(at.truncation_share) for at in found]),
-        ("tokens lost by dropping", [share(at.dropping_share) for at in found]),
-    ]
-    targets = [at.packing("axolotl_multipack").lost_targets for at in found]
-    if inspection.distribution.targets:
-        whole = inspection.distribution.targets
-        rows.append(("supervised tokens lost by dropping", [share((lost or 0) / whole) for lost in targets]))
-    rows.append(("documents cut by wrapping", [share(at.packing("wrapped").cut_share) for at in found]))
-    return table(("", *(f"{at.capacity:,}" for at in found)), [("", (name, *cells)) for name, cells in rows])
+def _capacity_table(inspection: Inspection) -> str:
+    head = ("", *(f"{at.capacity:,}" for at in inspection.capacities))
+    return _wordy(table(head, [("", row) for row in by_capacity(inspection)]))
 
 
 def _work(inspection: Inspection, at: CapacityFigures) -> str:

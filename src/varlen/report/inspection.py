@@ -35,6 +35,7 @@ from varlen.report.inspection_figures import (
     PackPicture,
     PaddingFigures,
     Sample,
+    SourceFigures,
     by_lengths,
     by_pack,
     draw_sample,
@@ -50,8 +51,11 @@ LARGEST_CAPACITY = 131_072
 """Larger capacities are only measured on request."""
 FEWEST_PACKS = 8
 """A capacity is measured if the documents would fill this many packs of it."""
+LONGEST_NOTE = 1_000
 LONGEST_EXCERPT = 160
 """Most characters of a text that the picture shows."""
+MOST_SOURCES = 20
+"""Files that are counted one by one."""
 DRAWN_DOCUMENTS = 8
 """Number of documents of the pack that is drawn, as nearly as fill and excerpts allow."""
 
@@ -71,6 +75,8 @@ def inspect_lengths(
     arguments: Sequence[str] = (),
     parts: IntArray | None = None,
     are_bytes: bool = False,
+    sources: Sequence[tuple[str, int]] = (),
+    notes: Sequence[str] = (),
     on_progress: OnProgress | None = None,
 ) -> Inspection:
     """Measure how documents of these lengths are padded and packed, and say what to choose.
@@ -82,6 +88,7 @@ def inspect_lengths(
         lengths: `[num_documents]` tokens of each document; those of length 0 are counted and left out.
         targets: `[num_documents]` supervised tokens of each document, or None where that isn't known.
         parts: documents of each part of the data that is tokenized by itself, int64; None: it is one.
+        sources: each file's name and number of documents, in the order of `lengths`; none where it isn't known.
     """
     checked = as_lengths(lengths)
     if not checked.any():
@@ -116,7 +123,42 @@ def inspect_lengths(
         window=WINDOW,
         seed=seed,
         are_bytes=are_bytes,
+        sources=_sources(sources, checked, supervised, advice.capacity) if len(sources) > 1 else (),
+        notes=tuple(_printable(note, LONGEST_NOTE) for note in notes),
     )
+
+
+def _sources(
+    sources: Sequence[tuple[str, int]], lengths: Int32Array, targets: IntArray | None, capacity: int
+) -> tuple[SourceFigures, ...]:
+    """Count the documents of each file; those with the fewest tokens count together."""
+    source_of = np.repeat(np.arange(len(sources)), [documents for _, documents in sources])
+    order = np.argsort(-np.bincount(source_of, lengths, len(sources)), kind="stable")
+    places = np.empty(len(sources), np.int64)
+    places[order] = np.minimum(np.arange(len(sources)), MOST_SOURCES)
+    place_of, whole = places[source_of], int(lengths.sum(dtype=np.int64))
+    names = [_printable(sources[source][0]) for source in order[:MOST_SOURCES].tolist()]
+    if len(sources) > MOST_SOURCES:
+        names.append(many(len(sources) - MOST_SOURCES, "smaller file"))
+    found = []
+    for place, name in enumerate(names):
+        mine = np.flatnonzero(place_of == place)
+        full = lengths[mine][lengths[mine] > 0]
+        tokens, beyond = int(full.sum(dtype=np.int64)), np.maximum(full - np.int64(capacity), 0)
+        found.append(
+            SourceFigures(
+                name=name,
+                documents=mine.size,
+                tokens=tokens,
+                tokens_share=tokens / whole,
+                median=float(np.median(full)) if full.size else 0.0,
+                longest=int(full.max(initial=0)),
+                overlong_documents=int(np.count_nonzero(beyond)),
+                truncation_share=int(beyond.sum()) / max(tokens, 1),
+                targets=None if targets is None else int(targets[mine].sum()),
+            )
+        )
+    return tuple(found)
 
 
 def suitable_capacities(lengths: Int32Array) -> tuple[int, ...]:
@@ -209,9 +251,9 @@ def _half_octaves(lengths: Int32Array) -> tuple[BinFigures, ...]:
     return tuple(bins)
 
 
-def _printable(text: str) -> str:
+def _printable(text: str, most: int = LONGEST_EXCERPT) -> str:
     """Return the beginning of a text on one line, without unprintable characters."""
-    line = " ".join(text[: 4 * LONGEST_EXCERPT].split())[:LONGEST_EXCERPT]
+    line = " ".join(text[: 4 * most].split())[:most]
     return "".join(letter if letter.isprintable() else "�" for letter in line)
 
 
@@ -293,6 +335,13 @@ def _padded(lengths: Int32Array, batch_documents: int) -> int:
     return int((longest * sizes).sum())
 
 
+SHORT_TITLES = {
+    "trl_bfd": "windows, truncated (TRL)",
+    "axolotl_multipack": "first fit, dropped (axolotl)",
+    "llama_factory_knapsack": "windows, dropped (LLaMA-Factory)",
+    "next_fit_drop": "next fit, dropped (fast-axolotl)",
+}
+"""Names of peers' policies in narrow tables."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _INDENT = (0, 0, 0, 2)
 BYTES = (
@@ -311,10 +360,12 @@ def inspect_table(inspection: Inspection) -> RenderableType:
         *_choice(inspection),
         Text(inspection.advice.why),
         *_titled(f"Lengths of {inspection.name}" if inspection.name else "Lengths", _lengths(inspection)),
+        *(_titled("By file", _by_source(inspection)) if inspection.sources else ()),
         *_titled("What padding computes", _padding(inspection)),
+        *_titled("What a capacity costs", _by_capacity(inspection)),
         *_titled("Fill, by capacity", _fill(inspection)),
-        *_titled("What a capacity cuts", _losses(inspection)),
         *_titled(f"At {at.capacity:,}", _details(at, inspection.advice.packing)),
+        "",
         Text(reading(inspection), style="dim"),
     )
 
@@ -391,15 +442,18 @@ def _spark(values: list[int]) -> str:
 
 def _padding(inspection: Inspection) -> Table:
     """Return a row for each way of padding, and one for packing."""
-    table = _plain("padding", "slots / token")
+    table = _plain("padding", "slots /\ntoken", "packing\nsaves")
+    packed = inspection.advised
     for way in inspection.padding:
         title = way.title.replace("batches,", f"batches of {inspection.batch_documents},")
-        table.add_row(title, share(way.padding_share), times(way.slots_per_token))
-    packed = inspection.advised
+        table.add_row(
+            title, share(way.padding_share), times(way.slots_per_token), signed_share(way.saved_by(packed))
+        )
     table.add_row(
         f"packed at {inspection.advice.capacity:,}, {packed.title}",
-        share(1 - packed.fill),
-        times(1 / packed.fill),
+        share(packed.padding_share),
+        times(packed.slots_per_token),
+        "",
         style="bold green",
     )
     return table
@@ -407,12 +461,10 @@ def _padding(inspection: Inspection) -> Table:
 
 def _fill(inspection: Inspection) -> Table:
     """Return a row for each method or policy, with a column for each capacity."""
-    table = _plain(*(f"{at.capacity:,}" for at in inspection.capacities))
+    table = _plain(*(f"{at.capacity:,}" for at in inspection.capacities), gap=1)
     for row in inspection.capacities[0].packings:
-        found = [at.packing(row.name) for at in inspection.capacities]
-        table.add_row(
-            row.title, *(full(packing) for packing in found), style=_style_of(row, inspection.advice.packing)
-        )
+        title, style = SHORT_TITLES.get(row.name, row.title), _style_of(row, inspection.advice.packing)
+        table.add_row(title, *(full(at.packing(row.name)) for at in inspection.capacities), style=style)
     return table
 
 
@@ -422,14 +474,14 @@ def full(packing: PackFigures) -> str:
 
 
 def packs_of(row: PackFigures, at: CapacityFigures) -> str:
-    """Write the number of packs; of a loader measured on fewer documents, the estimate for all, with ≈.
+    """Write the number of packs; of a loader measured on fewer documents, the estimate for all, with ≈."""
+    estimated = at.estimated_packs(row)
+    return f"{row.packs:,}" if estimated is None else f"≈{estimated:,}"
 
-    Peers' windows are a sample of their own, and stay as they were counted.
-    """
-    usual = at.packings[0]
-    if row.kind != "loader" or row.documents >= usual.documents or not row.fill:
-        return f"{row.packs:,}"
-    return f"≈{round(usual.tokens / (row.fill * at.capacity)):,}"
+
+def signed_share(value: float) -> str:
+    """Write a share that may be below 0."""
+    return share(value) if value >= 0 else f"−{share(-value)}"
 
 
 def _style_of(row: PackFigures, advised: str) -> str:
@@ -437,22 +489,71 @@ def _style_of(row: PackFigures, advised: str) -> str:
     return "bold green" if row.name == advised else "magenta" if row.kind == "policy" else ""
 
 
-def _losses(inspection: Inspection) -> Table:
-    """Return the overlong documents of each capacity, and the losses by truncating and dropping."""
+def by_capacity(inspection: Inspection) -> list[tuple[str, ...]]:
+    """Return what each capacity costs, a cell for each capacity: what it cuts and loses, and its packs as advised."""
+    found = inspection.capacities
+    advised = [(at, at.packing(inspection.advice.packing)) for at in found]
+    rows = [
+        ("documents longer", [f"{at.overlong_documents:,}" for at in found]),
+        ("of all documents", [share(at.overlong_share) for at in found]),
+        ("tokens beyond it, lost by truncating", [share(at.truncation_share) for at in found]),
+        ("tokens lost by dropping", [share(at.dropping_share) for at in found]),
+    ]
+    if inspection.distribution.targets:
+        lost = [inspection.lost_targets_share(at.packing("axolotl_multipack")) for at in found]
+        rows.append(("supervised tokens lost by dropping", [share(value or 0) for value in lost]))
+    rows += [
+        ("documents cut by wrapping", [share(at.packing("wrapped").cut_share) for at in found]),
+        ("packs, as advised", [packs_of(row, at) for at, row in advised]),
+        ("padding in them", [share(row.padding_share) for _, row in advised]),
+        ("work of the heaviest over the mean", [times(row.work_imbalance) for _, row in advised]),
+    ]
+    return [(title, *cells) for title, cells in rows]
+
+
+def _by_capacity(inspection: Inspection) -> Table:
+    """Return a table of `by_capacity`."""
     table = _plain(*(f"{at.capacity:,}" for at in inspection.capacities))
-    rows = (
-        ("documents longer", [f"{at.overlong_documents:,}" for at in inspection.capacities]),
-        ("of all documents", [share(at.overlong_share) for at in inspection.capacities]),
-        ("tokens lost by truncating", [share(at.truncation_share) for at in inspection.capacities]),
-        ("tokens lost by dropping", [share(at.dropping_share) for at in inspection.capacities]),
-        (
-            "documents cut by wrapping",
-            [share(at.packing("wrapped").cut_share) for at in inspection.capacities],
-        ),
-    )
-    for title, cells in rows:
-        table.add_row(title, *cells)
+    for row in by_capacity(inspection):
+        table.add_row(*row)
     return table
+
+
+SOURCE = ("", "documents", "tokens", "of all", "median", "longest", "longer", "beyond")
+"""Columns of `by_source`."""
+
+
+def by_source(inspection: Inspection) -> list[tuple[str, ...]]:
+    """Return the figures of each file, under `SOURCE`."""
+    return [
+        (
+            one.name,
+            f"{one.documents:,}",
+            f"{one.tokens:,}",
+            share(one.tokens_share),
+            count(one.median),
+            f"{one.longest:,}",
+            f"{one.overlong_documents:,}",
+            share(one.truncation_share),
+        )
+        for one in inspection.sources
+    ]
+
+
+def _by_source(inspection: Inspection) -> RenderableType:
+    """Return a table of `by_source`."""
+    table = _plain(*SOURCE[1:], gap=1)
+    for row in by_source(inspection):
+        table.add_row(*row)
+    return Group(table, Text(about_sources(inspection), style="dim"))
+
+
+def about_sources(inspection: Inspection) -> str:
+    """Explain the last columns of `by_source`."""
+    capacity = inspection.advice.capacity
+    return (
+        f"Longer: documents of more than {capacity:,} tokens. Beyond: share of the file's tokens beyond that."
+    )
 
 
 def _details(at: CapacityFigures, advised: str) -> RenderableType:
@@ -460,7 +561,7 @@ def _details(at: CapacityFigures, advised: str) -> RenderableType:
     table = _plain("packs", "fill", "lost", "work", "attention", "likeness", gap=1)
     for row in at.packings:
         table.add_row(
-            row.title,
+            SHORT_TITLES.get(row.name, row.title),
             packs_of(row, at),
             full(row),
             share(row.lost_share),

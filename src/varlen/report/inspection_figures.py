@@ -69,6 +69,10 @@ class PaddingFigures:
     """Tokens after cutting."""
     slots: int
 
+    def saved_by(self, packed: PackFigures) -> float:
+        """Return the share of these slots that packs save for the same tokens; below 0 if packs take more."""
+        return 1 - packed.slots_per_token / self.slots_per_token
+
     @property
     def padding_share(self) -> float:
         """Share of slots that hold padding."""
@@ -116,6 +120,16 @@ class PackFigures:
     length_correlation: float
     """Correlation of lengths within packs: 0 for random packs, 1 if each holds one length."""
 
+    @property
+    def padding_share(self) -> float:
+        """Share of slots that hold padding."""
+        return 1 - self.fill
+
+    @property
+    def slots_per_token(self) -> float:
+        """Slots computed for each token; 1 without padding."""
+        return 1 / self.fill
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityFigures:
@@ -138,6 +152,36 @@ class CapacityFigures:
     def packing(self, name: str) -> PackFigures:
         """Return a packing by its name."""
         return next(packing for packing in self.packings if packing.name == name)
+
+    def estimated_packs(self, row: PackFigures) -> int | None:
+        """Return the packs of all documents, if a loader was measured on fewer, at the fill of these; else None.
+
+        Peers' windows are a sample of their own, and stay as they were counted.
+        """
+        usual = self.packings[0]
+        if row.kind != "loader" or row.documents >= usual.documents or not row.fill:
+            return None
+        return round(usual.tokens / (row.fill * self.capacity))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFigures:
+    """The documents of one file, or of all small ones together."""
+
+    name: str
+    documents: int
+    """Empty ones included."""
+    tokens: int
+    tokens_share: float
+    """Share of all tokens."""
+    median: float
+    longest: int
+    overlong_documents: int
+    """Documents longer than the advised capacity."""
+    truncation_share: float
+    """Share of its tokens beyond that capacity."""
+    targets: int | None
+    """Supervised tokens; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +235,10 @@ class Inspection:
     seed: int
     are_bytes: bool
     """Whether tokens are bytes, since no tokenizer was given."""
+    sources: tuple[SourceFigures, ...] = ()
+    """By falling tokens; none if all documents are of one file, or only lengths are known."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what was not read."""
 
     def at(self, capacity: int) -> CapacityFigures:
         """Return the figures of a capacity."""
@@ -200,6 +248,11 @@ class Inspection:
     def advised(self) -> PackFigures:
         """The figures of the advised packing."""
         return self.at(self.advice.capacity).packing(self.advice.packing)
+
+    def lost_targets_share(self, packing: PackFigures) -> float | None:
+        """Return the share of all supervised tokens that a packing loses; None if it is unknown."""
+        whole = self.distribution.targets
+        return packing.lost_targets / whole if whole and packing.lost_targets is not None else None
 
     @property
     def is_sampled(self) -> bool:
@@ -215,6 +268,20 @@ class Inspection:
         for values, padding in zip(tree["padding"], self.padding, strict=True):
             values["padding_share"] = padding.padding_share
             values["slots_per_token"] = padding.slots_per_token
+            values["saved_share"] = padding.saved_by(self.advised)
+        for values, at in zip(tree["capacities"], self.capacities, strict=True):
+            for row, packing in zip(values["packings"], at.packings, strict=True):
+                row["padding_share"] = packing.padding_share
+                row["slots_per_token"] = packing.slots_per_token
+                row["estimated_packs"] = at.estimated_packs(packing)
+                row["lost_targets_share"] = self.lost_targets_share(packing)
+        sizes = [piece.num_tokens for piece in self.picture.pieces]
+        tree["picture"] |= {
+            "documents": len(sizes),
+            "free_slots": self.picture.capacity - sum(sizes),
+            "packed_pairs": sum(size**2 for size in sizes),
+            "padded_pairs": len(sizes) * max(sizes) ** 2,
+        }
         return {"format": 2, **tree}
 
 

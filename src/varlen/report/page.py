@@ -81,18 +81,25 @@ def table(
         kind = kind_of(cell)
         return (f'<td class="{escape(kind)}">' if kind else "<td>") + f"{escape(cell)}</td>"
 
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' if title else "<td></td>" for title in head)
     lines = "\n".join(
-        f'<tr class="{escape(kind)}">' + "".join(map(written, cells)) + "</tr>" for kind, cells in rows
+        f'<tr class="{escape(kind)}"><th scope="row">{escape(cells[0])}</th>'
+        + "".join(map(written, cells[1:]))
+        + "</tr>"
+        for kind, cells in rows
     )
+    # Focusable, so that keys scroll what is wider than the window.
     return (
-        f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>\n{lines}\n</tbody></table></div>'
+        '<div class="scroll" tabindex="0"><table>'
+        f"<thead><tr>{titles}</tr></thead><tbody>\n{lines}\n</tbody></table></div>"
     )
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
     """Write names and values, one per line."""
-    lines = "\n".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in rows)
+    lines = "\n".join(
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows
+    )
     return f'<table class="facts"><tbody>\n{lines}\n</tbody></table>'
 
 
@@ -154,6 +161,50 @@ def times(value: float) -> str:
     return f"{value:.2f}×" if value < 2 else f"{value:.1f}×"
 
 
+def duration(value_s: float) -> str:
+    """Write seconds with three digits.
+
+    >>> duration(12.3456), duration(0.04567), duration(0.0000123), duration(123.4)
+    ('12.3 s', '45.7 ms', '12.3 µs', '123 s')
+    """
+    if not math.isfinite(value_s):
+        return "–"
+    scale, unit = (1.0, "s") if value_s >= 0.9995 else (1e-3, "ms") if value_s >= 0.9995e-3 else (1e-6, "µs")
+    value = value_s / scale
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"
+
+
+def ratio(value: float) -> str:
+    """Write a ratio with two digits after the point, or a dash for none.
+
+    >>> ratio(1.0849), ratio(float("inf"))
+    ('1.08', '–')
+    """
+    return f"{value:.2f}" if math.isfinite(value) else "–"
+
+
+def significant(value: float) -> str:
+    """Write a number with three digits, or with all digits before the point.
+
+    >>> significant(0.04321), significant(9.996), significant(43.21), significant(4321.4)
+    ('0.0432', '10.0', '43.2', '4,321')
+    """
+    if not math.isfinite(value):
+        return "–"
+    digits = 2 - math.floor(math.log10(float(f"{value:.2e}"))) if value > 0 else 0
+    return f"{value:,.{max(digits, 0)}f}"
+
+
+def size(value_bytes: float) -> str:
+    """Write bytes in GB of 10⁹.
+
+    >>> size(61_234_000_000)
+    '61.2 GB'
+    """
+    return f"{value_bytes / 1e9:.1f} GB"
+
+
 def memory(value_bytes: float) -> str:
     """Write bytes in MB or GB of 10⁶ and 10⁹.
 
@@ -205,6 +256,15 @@ def share(value: float) -> str:
     if 0 < value < 0.0001:
         return "<0.01 %"
     return "0 %" if value == 0 else f"{100 * value:.1f} %" if value >= 0.01 else f"{100 * value:.2f} %"
+
+
+def change(value: float) -> str:
+    """Write a relative change with its sign.
+
+    >>> change(0.1234), change(-0.0004), change(0.0)
+    ('+12.3 %', '−0.04 %', '0 %')
+    """
+    return ("+" if value > 0 else "−" if value < 0 else "") + share(abs(value))
 
 
 def fill(value: float) -> str:

@@ -1,33 +1,29 @@
-"""Plan one step by several methods, simulate the plans, and compare them: the figures and table of `varlen plan`."""
+"""Plan one step by several methods, simulate the plans, and compare them: the figures of `varlen plan`."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
-from varlen.cost.model import CostModel
-from varlen.cost.shape import ModelShape
+from varlen.cost.model import CostModel, Mode
+from varlen.cost.shape import ModelShape, check_mesh
 from varlen.counts import many
 from varlen.errors import PlanError, SettingError
 from varlen.plan.api import plan_step
 from varlen.plan.bound import least_possible, lower_bound
 from varlen.plan.micropack import narrowed
 from varlen.plan.search import Search
-from varlen.report.page import share, times
+from varlen.report.page import duration, ratio, times
 from varlen.simulate.api import simulate
 from varlen.simulate.timeline import Timeline
-from varlen.step_plan import Mesh, PlanMethod, StepPlan, spread
+from varlen.step_plan import Mesh, Offload, PlanMethod, Recompute, Sharding, StepPlan, spread
 from varlen.types import Int32Array
 
 TITLES = {
@@ -52,6 +48,8 @@ class MethodFigures:
     timeline: Timeline | None = None
     """None without a plan."""
     planning_s: float = 0.0
+    recomputed_ratio: float = 0.0
+    """Share of the plan's FLOPs that are computed a second time."""
     refusal: str = ""
     """Why there is no plan."""
 
@@ -73,16 +71,24 @@ class MethodFigures:
         return int(self.plan.num_ranks[self.plan.first_ranks >= 0].min()) * self.plan.mesh.cp
 
     @property
-    def recompute(self) -> str:
-        """What the plan recomputes, or ""."""
-        if self.plan is None or self.plan.recompute_share == 1:
-            return "" if self.plan is None else self.plan.recompute
-        return f"{self.plan.recompute}, {self.plan.recompute_share:.0%} of layers"
-
-    @property
     def offload(self) -> str:
         """What the plan offloads to host memory, or ""."""
         return "" if self.plan is None or self.plan.offload == "none" else self.plan.offload
+
+    @property
+    def computing_ratio(self) -> float:
+        """The share of all stages' time in which they compute; 0 without a plan."""
+        return float(self.timeline.busy_s.mean()) / self.step_s if self.timeline is not None else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Alternative:
+    """The same step with one choice of the fastest plan changed, planned again by its method."""
+
+    title: str
+    """The other choice: "recompute everything", "pp 8, dp 16"."""
+    mesh: Mesh
+    figures: MethodFigures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -115,6 +121,12 @@ class PlanComparison:
     """Dense bf16 FLOPs of all GPUs a second, by their maker."""
     methods: tuple[MethodFigures, ...]
     """From the fastest to the slowest, those without a plan last."""
+    alternatives: tuple[Alternative, ...] = ()
+    """Other choices than those of the fastest plan; none unless they were asked for."""
+    rates: Mode = "calibrated"
+    """What seconds come from: tables of rates, or FLOPs alone."""
+    price: float | None = None
+    """What a GPU-hour costs, in the user's currency."""
     are_bytes: bool = False
     """Whether lengths are in bytes, since no tokenizer was given."""
     estimated: str = ""
@@ -126,6 +138,12 @@ class PlanComparison:
     def best(self) -> MethodFigures | None:
         """The fastest method, or None if no method has a plan."""
         return self.methods[0] if self.methods and self.methods[0].timeline is not None else None
+
+    @property
+    def ours(self) -> MethodFigures | None:
+        """MicroPacks, or the fastest method if they have no plan; None if no method has one."""
+        row = self.method("micropack")
+        return row if row is not None and row.timeline is not None else self.best
 
     @property
     def truncated_share(self) -> float:
@@ -148,47 +166,96 @@ class PlanComparison:
         """Return the model's FLOPs over those of the GPUs' peak in a step; 0 without a plan."""
         return self.model_flops / (row.step_s * self.peak_flops)
 
+    def fastest_ratio(self, row: MethodFigures) -> float:
+        """Return a method's step time over that of the fastest; infinity without a plan."""
+        return row.step_s / self.methods[0].step_s
+
+    def gpu_hours(self, row: MethodFigures) -> float:
+        """Return GPU-hours of the step, on all GPUs; infinity without a plan."""
+        return row.step_s * self.mesh.num_gpus / 3600
+
+    def gpu_hours_per_billion(self, row: MethodFigures) -> float:
+        """Return GPU-hours of 10⁹ tokens of such steps; infinity without a plan."""
+        return 1e9 * self.gpu_hours(row) / self.num_tokens
+
+    def margin_bytes(self, row: MethodFigures) -> float:
+        """Return the bytes that the fullest GPU leaves of what a plan may use; 0 without a plan."""
+        return 0.0 if row.timeline is None else self.limit_bytes - row.timeline.peak_bytes
+
     def to_json(self) -> dict[str, Any]:
         """Return all figures as plain values."""
+        best = self.best
         return {
             "name": self.name,
+            "headline": headline(self),
+            "simulated": True,
+            "fastest": None if best is None else best.name,
             "model": self.model,
             "hardware": self.hardware,
             "hardware_source": self.hardware_source,
+            "rates": self.rates,
+            "rates_error": self.estimated,
             "gpus": self.mesh.num_gpus,
             "mesh": asdict(self.mesh),
             "capacity": self.capacity,
             "step": self.step,
             "documents": self.num_documents,
             "tokens": self.num_tokens,
+            "are_bytes": self.are_bytes,
             "longest": self.longest,
             "truncated_documents": self.truncated_documents,
             "truncated_tokens": self.truncated_tokens,
+            "truncated_share": self.truncated_share,
+            "positions": self.stretched,
             "lower_bound_s": self.lower_bound_s,
             "limit_bytes": self.limit_bytes,
-            "methods": [self._row(row) for row in self.methods],
+            "model_flops": self.model_flops,
+            "peak_flops": self.peak_flops,
+            "price_per_gpu_hour": self.price,
+            "methods": [{"method": row.name, **self._row(row)} for row in self.methods],
+            "alternatives": [
+                {"choice": one.title, "mesh": asdict(one.mesh), **self._row(one.figures), **self._change(one)}
+                for one in self.alternatives
+            ],
         }
+
+    def _change(self, other: Alternative) -> dict[str, float]:
+        planned = other.figures.timeline is not None
+        return {"change": self.fastest_ratio(other.figures) - 1} if planned else {}
 
     def _row(self, row: MethodFigures) -> dict[str, Any]:
         if row.plan is None or row.timeline is None:
-            return {"method": row.name, "planning_s": row.planning_s, "refusal": row.refusal}
+            return {"planning_s": row.planning_s, "refusal": row.refusal}
+        tokens_per_s, hours = self.tokens_per_s(row), self.gpu_hours_per_billion(row)
+        costs = {} if self.price is None else {"cost_per_billion_tokens": self.price * hours}
         return {
-            "method": row.name,
             "cp": row.cp,
             "step_s": row.step_s,
+            "fastest_ratio": self.fastest_ratio(row),
             "lower_bound_ratio": self.bound_ratio(row),
-            "tokens_per_s": self.tokens_per_s(row),
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_and_gpu": tokens_per_s / self.mesh.num_gpus,
             "mfu": self.mfu(row),
+            "gpu_hours": self.gpu_hours(row),
+            "gpu_hours_per_billion_tokens": hours,
+            **costs,
+            "computing_ratio": row.computing_ratio,
             "bubble_ratio": float(row.timeline.bubble_ratio),
             "exposed_ratio": float(row.timeline.exposed_ratio),
             "imbalance": float(row.timeline.imbalance),
             "peak_bytes": float(row.timeline.peak_bytes),
+            "margin_bytes": self.margin_bytes(row),
+            "margin_ratio": self.margin_bytes(row) / self.limit_bytes,
             "planning_s": row.planning_s,
+            "planning_ratio": row.planning_s / row.step_s,
             "micropacks": int(row.plan.forward.num_micropacks),
+            "fewest_micropacks": int(row.plan.forward.counts.min()),
+            "most_micropacks": int(row.plan.forward.counts.max()),
             "merged_documents": row.plan.num_merged,
             "splits_backward": row.plan.splits_backward,
             "recompute": row.plan.recompute,
             "recompute_share": row.plan.recompute_share,
+            "recomputed_ratio": row.recomputed_ratio,
             "offload": row.plan.offload,
             "answered_by": row.plan.answered_by,
         }
@@ -208,19 +275,32 @@ def compare(
     repairs: bool = True,
     name: str = "",
     are_bytes: bool = False,
+    alternatives: bool = False,
+    price: float | None = None,
     on_progress: OnProgress = lambda *_: None,
 ) -> PlanComparison:
-    """Plan one step by several methods, each at its best context parallelism, and simulate each plan."""
+    """Plan one step by several methods, each at its best context parallelism, and simulate each plan.
+
+    With `alternatives`, the step is planned again with each single choice of the fastest plan changed.
+    """
     check_methods(methods)
-    rows = []
-    on_progress(0, len(methods), "loading kernels")
+    check_price(price)
+    rows, total = [], len(methods) * (2 if alternatives else 1)
+    on_progress(0, total, "loading kernels")
     load_kernels(documents, methods, cost=cost, mesh=mesh)
     for done, method in enumerate(methods):
-        on_progress(done, len(methods), f"planning {TITLES[method]}")
+        on_progress(done, total, f"planning {TITLES[method]}")
         row = tuned(documents, method, cost=cost, mesh=mesh, repairs=repairs)
         rows.append(_at_work(row) if len(methods) > 1 else row)
-    on_progress(len(methods), len(methods), "planned")
     rows.sort(key=lambda row: row.step_s)
+    others = []
+    choices = list(other_choices(rows[0], cost, mesh)) if alternatives else []
+    for done, (title, changed, other) in enumerate(choices):
+        on_progress(len(methods) * (len(choices) + done) // len(choices), total, f"planning {title}")
+        may_repair = repairs and changed is cost
+        row = tuned(documents, rows[0].name, cost=changed, mesh=other, repairs=may_repair)
+        others.append(Alternative(title=title, mesh=other, figures=row))
+    on_progress(total, total, "planned")
     longest = int(documents.lengths.max())
     return PlanComparison(
         name=name,
@@ -240,6 +320,9 @@ def compare(
         model_flops=cost.flops(documents.lengths).model,
         peak_flops=1e12 * cost.hardware.peak_tflops * mesh.num_gpus,
         methods=tuple(rows),
+        alternatives=tuple(others),
+        rates=cost.mode,
+        price=price,
         are_bytes=are_bytes,
         estimated=cost.hardware.held_out,
         stretched=stretched(cost.model, longest),
@@ -273,7 +356,17 @@ def planned(
     except PlanError as error:
         return MethodFigures(name=method, planning_s=time.perf_counter() - began, refusal=str(error))
     planning_s = time.perf_counter() - began
-    return MethodFigures(name=method, plan=plan, timeline=simulate(plan, cost), planning_s=planning_s)
+    done, once = (
+        one.flops(documents.lengths).hardware
+        for one in (cost.as_planned(plan), cost.replace(recompute="none", recompute_share=1.0))
+    )
+    return MethodFigures(
+        name=method,
+        plan=plan,
+        timeline=simulate(plan, cost),
+        planning_s=planning_s,
+        recomputed_ratio=1 - once / done,
+    )
 
 
 def tuned(
@@ -306,6 +399,60 @@ def tuned(
     return replace(best, plan=plan, timeline=simulate(plan, cost), planning_s=planning_s)
 
 
+def other_choices(best: MethodFigures, cost: CostModel, mesh: Mesh) -> Iterator[tuple[str, CostModel, Mesh]]:
+    """Yield a title, a cost model and a mesh for each choice of a plan that could be another one.
+
+    Recomputation and offloading are changed one at a time, pipeline stages and tensor parallelism are halved and
+    doubled at the cost of data-parallel ranks, and other states are sharded. Without a plan there is none.
+    """
+    plan = best.plan
+    if plan is None:
+        return
+    for level in get_args(Recompute):
+        if (level, 1.0) != (plan.recompute, plan.recompute_share):
+            much = _MUCH[level]
+            yield (
+                f"recompute {much}",
+                cost.replace(recompute=level, recompute_share=1.0, offload=plan.offload),
+                mesh,
+            )
+    kept = {"recompute": plan.recompute, "recompute_share": plan.recompute_share}
+    for offload in get_args(Offload):
+        if offload != plan.offload:
+            much = "nothing" if offload == "none" else "keys and values"
+            yield f"offload {much}", cost.replace(offload=offload, **kept), mesh
+    for axis in ("pp", "tp"):
+        wide = getattr(mesh, axis)
+        for other in (wide // 2, 2 * wide):
+            if other and mesh.dp * wide % other == 0:
+                chunks = mesh.virtual_stages if (axis, other) != ("pp", 1) else 1
+                divided: dict[str, Any] = {
+                    axis: other,
+                    "dp": mesh.dp * wide // other,
+                    "virtual_stages": chunks,
+                }
+                changed = replace(mesh, **divided)
+                if _divides(cost, changed, mesh):
+                    yield f"{axis} {other}, dp {changed.dp}", cost, changed
+    if mesh.dp * mesh.cp > 1:
+        sharding: Sharding = "optimizer" if mesh.sharding == "parameters" else "parameters"
+        yield f"sharding {sharding}", cost, replace(mesh, sharding=sharding)
+
+
+_MUCH: dict[Recompute, str] = {"none": "nothing", "selective": "selectively", "full": "everything"}
+
+
+def _divides(cost: CostModel, mesh: Mesh, before: Mesh) -> bool:
+    """Return whether a mesh divides the model, and shares tensors within a node where they were shared so before."""
+    if mesh.tp > max(cost.hardware.gpus_per_node, before.tp):
+        return False
+    try:
+        check_mesh(cost.model, mesh)
+    except SettingError:
+        return False
+    return True
+
+
 def _at_work(row: MethodFigures) -> MethodFigures:
     """Return packs as they come, without their plan if some ranks have no pack."""
     if row.name != _AS_THEY_COME or row.plan is None or row.plan.forward.counts.all():
@@ -318,6 +465,12 @@ def _at_work(row: MethodFigures) -> MethodFigures:
     )
 
 
+def check_price(price: float | None) -> None:
+    """Refuse a price that is none."""
+    if price is not None and not 0 < price < math.inf:
+        raise SettingError(f"--price is what a GPU-hour costs, a number above 0; got {price:g}")
+
+
 def check_methods(methods: Sequence[str]) -> None:
     """Refuse unknown methods."""
     for method in methods:
@@ -327,113 +480,49 @@ def check_methods(methods: Sequence[str]) -> None:
             raise SettingError(f"no method is called {method!r}; {meant} are {', '.join(METHODS)}")
 
 
-# The words of a comparison.
-
-BYTES = (
-    "Bytes are counted here, by the built-in tokenizer: several times as many as your model's tokens. "
-    "Pass --tokenizer before you believe these times."
-)
-"""A caveat for lengths in bytes."""
-
-
-def duration(value_s: float) -> str:
-    """Write seconds with three digits.
-
-    >>> duration(12.3456), duration(0.04567), duration(0.0000123), duration(123.4)
-    ('12.3 s', '45.7 ms', '12.3 µs', '123 s')
-    """
-    if not math.isfinite(value_s):
-        return "–"
-    scale, unit = (1.0, "s") if value_s >= 0.9995 else (1e-3, "ms") if value_s >= 0.9995e-3 else (1e-6, "µs")
-    value = value_s / scale
-    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{digits}f} {unit}"
-
-
-def ratio(value: float) -> str:
-    """Write a ratio with two digits after the point, or a dash for none.
-
-    >>> ratio(1.0849), ratio(float("inf"))
-    ('1.08', '–')
-    """
-    return f"{value:.2f}" if math.isfinite(value) else "–"
-
-
-def size(value_bytes: float) -> str:
-    """Write bytes in GB of 10⁹.
-
-    >>> size(61_234_000_000)
-    '61.2 GB'
-    """
-    return f"{value_bytes / 1e9:.1f} GB"
-
-
-def mesh_words(mesh: Mesh) -> str:
-    """Name the axes of a mesh that are wider than 1.
-
-    >>> mesh_words(Mesh(dp=32, pp=4))
-    'dp 32 × pp 4'
-    >>> mesh_words(Mesh())
-    'one GPU'
-    """
-    named = [f"{axis} {getattr(mesh, axis)}" for axis in ("dp", "pp", "cp", "tp") if getattr(mesh, axis) > 1]
-    if not named:
-        return "one GPU"
-    words = " × ".join(named)
-    return f"{words}, {mesh.virtual_stages} chunks a stage" if mesh.virtual_stages > 1 else words
-
-
 def baseline(comparison: PlanComparison) -> MethodFigures | None:
-    """Return the fastest other method, with which the fastest is compared; None if only one has a plan.
+    """Return the fastest method but ours, with which ours is compared; None if there is no other plan.
 
     Packs as they come, which aren't tuned, count only where nothing else has a plan.
     """
-    planned = [row for row in comparison.methods if row.timeline is not None and row is not comparison.best]
+    planned = [row for row in comparison.methods if row.timeline is not None and row is not comparison.ours]
     tuned = [row for row in planned if row.name != _AS_THEY_COME]
     return min(tuned or planned, key=lambda row: row.step_s, default=None)
 
 
 def headline(comparison: PlanComparison) -> str:
     """Summarize the comparison in one sentence: the best other method first, then tuned packs."""
-    best = comparison.best
-    if best is None:
+    ours, best = comparison.ours, comparison.best
+    if ours is None or best is None:
         return "No method holds this step on this mesh."
-    step = f"{duration(best.step_s)} a step with {best.title}"
     other, packs = baseline(comparison), comparison.method(_TUNED)
     if other is None:
-        return f"{step}, {ratio(comparison.bound_ratio(best))} times the lower bound."
-    words = f"{step}: {_beside(best, other)}, the best other method"
-    if packs is None or packs.timeline is None or packs in (best, other):
+        step = f"{duration(ours.step_s)} a step with {ours.title}"
+        return f"{step}, {ratio(comparison.bound_ratio(ours))} times the lower bound."
+    if ours.step_s >= _CLEARLY * best.step_s:
+        slower = f"{times(comparison.fastest_ratio(ours))} as long"
+        return f"{duration(best.step_s)} a step with {at_cp(best)}; {ours.title} take {slower}."
+    step = f"{duration(ours.step_s)} a step with {ours.title}"
+    words = f"{step}: {_beside(ours, other)}, the best other method"
+    if packs is None or packs.timeline is None or packs in (ours, other):
         return f"{words}."
-    return f"{words}, and {_beside(best, packs)}."
+    return f"{words}, and {_beside(ours, packs)}."
 
 
-def _beside(best: MethodFigures, other: MethodFigures) -> str:
-    """Return how many times as fast as another method the best one is, and the other's context parallelism."""
-    faster = other.step_s / best.step_s
-    title = other.title + (f" at cp {other.cp}" if other.cp > 1 else "")
-    return f"{times(faster)} as fast as {title}" if faster >= 1.01 else f"no faster than {title}"
+_CLEARLY = 1.01
+"""Methods whose step times differ by less are called equally fast."""
 
 
-def setting(comparison: PlanComparison) -> str:
-    """Return a line on the planned job: model, GPUs, mesh, step, documents and tokens."""
-    gpus = many(comparison.mesh.num_gpus, "GPU")
-    return (
-        f"{comparison.model} on {gpus} of {comparison.hardware} ({mesh_words(comparison.mesh)}): "
-        f"step {comparison.step:,}, {many(comparison.num_documents, 'document')}, "
-        f"{many(comparison.num_tokens, 'token')}, the longest {comparison.longest:,}"
-    )
+def at_cp(row: MethodFigures) -> str:
+    """Return a method's title, with its context parallelism if it has some."""
+    return row.title + (f" at cp {row.cp}" if row.cp > 1 else "")
 
 
-def truncation(comparison: PlanComparison) -> str:
-    """Return how many documents were truncated and the share of tokens lost; "" if none were."""
-    if not comparison.truncated_documents:
-        return ""
-    verb = "was" if comparison.truncated_documents == 1 else "were"
-    return (
-        f"{many(comparison.truncated_documents, 'document')} longer than {comparison.capacity:,} {verb} truncated: "
-        f"{share(comparison.truncated_share)} of the tokens are lost."
-    )
+def _beside(ours: MethodFigures, other: MethodFigures) -> str:
+    """Return how many times as fast as another method ours is."""
+    faster = other.step_s / ours.step_s
+    title = at_cp(other)
+    return f"{times(faster)} as fast as {title}" if faster >= _CLEARLY else f"no faster than {title}"
 
 
 def stretched(model: ModelShape, longest: int) -> str:
@@ -451,31 +540,6 @@ def stretched(model: ModelShape, longest: int) -> str:
     return (
         f"{model.name} was published with {positions:,} positions; documents of up to {longest:,} tokens are planned "
         "as if its positions were stretched."
-    )
-
-
-def refusals(comparison: PlanComparison) -> list[tuple[str, str]]:
-    """Return the reasons why methods have no plan, each once with its methods."""
-    titles: dict[str, list[str]] = {}
-    for row in comparison.methods:
-        if row.timeline is None:
-            titles.setdefault(row.refusal, []).append(row.title)
-    if len(titles) == 1 and len(comparison.methods) > 1 and comparison.best is None:
-        return [("every method", why) for why in titles]
-    return [("; ".join(names), why) for why, names in titles.items()]
-
-
-def reading(comparison: PlanComparison) -> str:
-    """Explain the columns."""
-    return (
-        "Cp: ranks that share every document; each method but packs as they come is at its best. "
-        f"Step: simulated seconds of one optimizer step. Bound: {duration(comparison.lower_bound_s)}, which no plan "
-        "of this step can beat: all work over all GPUs, the longest chain of a document, the pipeline's filling. "
-        "Bubble: the share of GPU time spent waiting for other stages and ranks. Exposed: the share spent on "
-        "gradient sync and gathered parameters while nothing is computed. Imbalance: work of the busiest "
-        f"data-parallel rank over the mean. Peak: of the fullest GPU, of {size(comparison.limit_bytes)} that a plan "
-        "may use. "
-        "Planned in: seconds on this machine."
     )
 
 
@@ -529,72 +593,3 @@ def step_documents(
         truncated_documents=int((mine > capacity).sum()),
         truncated_tokens=int((mine - truncated).sum()),
     )
-
-
-def plan_table(comparison: PlanComparison) -> RenderableType:
-    """Return everything that `varlen plan` prints about one step."""
-    notes = [
-        comparison.estimated,
-        truncation(comparison),
-        BYTES if comparison.are_bytes else "",
-        comparison.stretched,
-    ]
-    notes = list(filter(None, notes))
-    parts: list[RenderableType] = ["", Text(headline(comparison), style="bold"), Text(setting(comparison))]
-    if comparison.best is not None:
-        parts += ["", Padding(_methods(comparison), (0, 0, 0, 2))]
-    parts += _refusals(comparison)
-    if notes:
-        parts += ["", *(Text(note, style="yellow") for note in notes)]
-    if comparison.best is not None:
-        parts += ["", Text(reading(comparison), style="dim")]
-    return Group(*parts)
-
-
-def _methods(comparison: PlanComparison) -> Table:
-    """Return a row for each method that has a plan."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("", overflow="fold")
-    for title in (
-        "cp",
-        "step",
-        "over\nbound",
-        "bubble",
-        "exposed",
-        "imbalance",
-        "peak",
-        "recompute",
-        "planned\nin",
-    ):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in comparison.methods:
-        if row.timeline is not None:
-            style = "bold green" if row is comparison.best else ""
-            table.add_row(row.title, *cells(comparison, row), style=style)
-    return table
-
-
-def cells(comparison: PlanComparison, row: MethodFigures) -> tuple[str, ...]:
-    """Return the figures of a method that has a plan, as the columns of a table."""
-    assert row.timeline is not None
-    recompute = f"{row.recompute} + offload" if row.offload else row.recompute
-    return (
-        f"{row.cp}",
-        duration(row.step_s),
-        ratio(comparison.bound_ratio(row)),
-        share(float(row.timeline.bubble_ratio)),
-        share(float(row.timeline.exposed_ratio)),
-        ratio(float(row.timeline.imbalance)),
-        size(float(row.timeline.peak_bytes)),
-        recompute,
-        duration(row.planning_s),
-    )
-
-
-def _refusals(comparison: PlanComparison) -> list[RenderableType]:
-    """Return the reasons why methods have no plan."""
-    lines: list[RenderableType] = [
-        Padding(Text.assemble((titles, "bold"), f": {why}"), (0, 0, 0, 2))
-        for titles, why in refusals(comparison)
-    ]
-    return ["", *lines] if lines else []

@@ -13,21 +13,39 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen.report.page import caption_of, facts, numbers, page, paragraph, section, share, table
-from varlen.report.plan import (
-    BYTES,
-    MethodFigures,
-    PlanComparison,
-    baseline,
-    cells,
+from varlen.report.drawing import Bar, bars
+from varlen.report.page import (
+    NARROW,
+    WIDE,
+    caption_of,
     duration,
-    headline,
-    mesh_words,
+    facts,
+    numbers,
+    page,
+    paragraph,
     ratio,
+    section,
+    share,
+    significant,
+    size,
+    table,
+    twice,
+)
+from varlen.report.plan import MethodFigures, PlanComparison, baseline, headline
+from varlen.report.plan_table import (
+    BYTES,
+    CHOICES,
+    GIVES,
+    TAKES,
+    choices,
+    costs,
+    gives,
+    mesh_words,
     reading,
     refusals,
     setting,
-    size,
+    simulation,
+    takes,
     truncation,
 )
 from varlen.simulate.timeline import Timeline
@@ -188,12 +206,27 @@ def plan_page(comparison: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
     parts = [
         _style(),
         _opening(comparison),
-        section(
-            "Methods",
-            _methods(comparison),
-            paragraph(reading(comparison)) if planned else "",
-        ),
+        section("Methods", _methods(comparison)),
     ]
+    if planned:
+        rows = [takes(row) for row in planned]
+        parts.append(
+            section(
+                "Where time and memory go",
+                _shares(planned),
+                _table(TAKES, rows),
+                paragraph(reading(comparison)),
+            )
+        )
+        parts.append(section("What the fastest plan costs", facts(costs(comparison))))
+    if comparison.alternatives:
+        parts.append(
+            section(
+                "What other choices would give",
+                paragraph("The same step, planned again by the same method with one choice changed."),
+                _table(CHOICES, choices(comparison)),
+            )
+        )
     if planned:
         drawn = [
             drawn_ranks(row.timeline, most_tasks // len(planned))
@@ -213,67 +246,83 @@ def _style() -> str:
 
 def _opening(comparison: PlanComparison) -> str:
     best = comparison.best
-    warnings = "".join(
-        paragraph(words, "warning")
-        for words in (comparison.estimated, truncation(comparison), BYTES if comparison.are_bytes else "")
-        if words
-    )
+    notes = (truncation(comparison), BYTES if comparison.are_bytes else "", comparison.stretched)
+    warnings = "".join(paragraph(words, "warning") for words in notes if words)
     name = f" · {escape(comparison.name)}" if comparison.name else ""
+    simulated = paragraph(simulation(comparison)) if best is not None else ""
     opening = (
         f'<header><p class="kicker"><b>varlen</b> plan{name}</p><h1>{escape(headline(comparison))}</h1>'
-        f"{paragraph(setting(comparison), 'lead')}{warnings}</header>"
+        f"{paragraph(setting(comparison), 'lead')}{simulated}{warnings}</header>"
     )
-    if best is None or best.timeline is None:
-        return opening
-    tokens = comparison.tokens_per_s(best) / comparison.mesh.num_gpus
-    return opening + numbers(
+    return opening if best is None else opening + numbers(_numbers(comparison, best))
+
+
+def _numbers(comparison: PlanComparison, best: MethodFigures) -> list[tuple[str, str, str]]:
+    """Return the fastest plan's figures that matter most."""
+    assert best.timeline is not None
+    tokens_per_s, hours = comparison.tokens_per_s(best), comparison.gpu_hours_per_billion(best)
+    money = "" if comparison.price is None else f", which cost {significant(comparison.price * hours)}"
+    return [
+        ("varlen", duration(best.step_s), f"a step, simulated, with {best.title}"),
         (
-            ("varlen", duration(best.step_s), f"a step, with {best.title}"),
-            ("", f"{tokens:,.0f}", "tokens a second and GPU"),
-            ("", share(comparison.mfu(best)), "MFU: the model's FLOPs over the GPUs' peak"),
-            (
-                "",
-                ratio(comparison.bound_ratio(best)),
-                f"times the lower bound, {duration(comparison.lower_bound_s)}",
-            ),
-            (
-                "",
-                share(float(best.timeline.bubble_ratio)),
-                "of the GPUs' time is bubble, and "
-                f"{share(float(best.timeline.exposed_ratio))} exposed communication",
-            ),
-            (
-                "",
-                size(float(best.timeline.peak_bytes)),
-                f"on the fullest GPU, of {size(comparison.limit_bytes)} that a plan may use",
-            ),
-        )
-    )
+            "",
+            f"{tokens_per_s / comparison.mesh.num_gpus:,.0f}",
+            f"tokens a second and GPU; {tokens_per_s:,.0f} a second in all",
+        ),
+        ("", share(comparison.mfu(best)), "MFU: the model's FLOPs over the GPUs' peak"),
+        ("", significant(hours), f"GPU-hours per 10⁹ tokens{money}"),
+        (
+            "",
+            share(best.computing_ratio),
+            f"of the GPUs' time is computing, {share(float(best.timeline.exposed_ratio))} exposed communication, "
+            f"{share(float(best.timeline.bubble_ratio))} bubble; the step takes "
+            f"{ratio(comparison.bound_ratio(best))} times its lower bound, {duration(comparison.lower_bound_s)}",
+        ),
+        (
+            "",
+            size(best.timeline.peak_bytes),
+            f"on the fullest GPU, of {size(comparison.limit_bytes)} that a plan may use; "
+            f"{size(comparison.margin_bytes(best))} stay free",
+        ),
+    ]
 
 
 def _methods(comparison: PlanComparison) -> str:
     """Return a table with a row for each method, then the methods without a plan, and why."""
-    head = (
-        "",
-        "cp",
-        "step",
-        "over bound",
-        "bubble",
-        "exposed",
-        "imbalance",
-        "peak",
-        "recompute",
-        "planned in",
-    )
-    rows = [
-        ("varlen" if row is comparison.best else "", (row.title, *cells(comparison, row)))
-        for row in comparison.methods
-        if row.timeline is not None
-    ]
+    rows = [gives(comparison, row) for row in comparison.methods if row.timeline is not None]
     refused = refusals(comparison)
-    return (table(head, rows) if rows else "") + (
+    return (_table(GIVES, rows) if rows else "") + (
         paragraph("Without a plan:") + facts(refused) if refused else ""
     )
+
+
+def _shares(planned: Sequence[MethodFigures]) -> str:
+    """Draw the step of each method, divided into computing, exposed communication and bubble."""
+    rows = []
+    for row in planned:
+        assert row.timeline is not None
+        parts = (
+            (row.computing_ratio, "forward"),
+            (float(row.timeline.exposed_ratio), "sync"),
+            (float(row.timeline.bubble_ratio), "idle"),
+        )
+        kind = "" if rows else "varlen"
+        note = duration(row.step_s)
+        rows.append(Bar(label=row.title, value=row.step_s, note=note, kind=kind, parts=parts))
+    label = "seconds of a step of each method: computing, exposed communication, bubble"
+    keys = (("forward", "computing"), ("sync", "exposed communication"), ("idle", "bubble"))
+    key = "".join(f'<span><i class="{kind}"></i>{words}</span>' for kind, words in keys)
+    return (
+        f'<figure><div class="keys">{key}</div>{twice(bars(rows, WIDE, label), bars(rows, NARROW, label))}'
+        + caption_of("Simulated seconds of a step, by what the GPUs do in them on average.")
+        + "</figure>"
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a table of which the first row is the fastest plan."""
+    titles = [title.replace("-|", "").replace("|", " ") for title in columns]
+    return table(titles, [("" if number else "varlen", cells) for number, cells in enumerate(rows)])
 
 
 def _timelines(planned: Sequence[MethodFigures], drawn: Sequence[DrawnRanks]) -> str:
@@ -282,8 +331,17 @@ def _timelines(planned: Sequence[MethodFigures], drawn: Sequence[DrawnRanks]) ->
         f'<label><input type="checkbox" data-plan="{escape(row.name)}"/>{escape(row.title)}</label>'
         for row in planned
     )
-    looks = (("left", "←"), ("out", "−"), ("in", "+"), ("right", "→"), ("whole", "whole step"))
-    buttons = "".join(f'<button type="button" data-look="{name}">{sign}</button>' for name, sign in looks)
+    looks = (
+        ("left", "←", "earlier"),
+        ("out", "−", "zoom out"),
+        ("in", "+", "zoom in"),
+        ("right", "→", "later"),
+        ("whole", "whole step", "whole step"),
+    )
+    buttons = "".join(
+        f'<button type="button" data-look="{name}" aria-label="{words}">{sign}</button>'
+        for name, sign, words in looks
+    )
     has = _kinds(drawn)
     keys = "".join(f'<span><i class="{kind}"></i>{words}</span>' for kind, words in _KEYS if kind in has)
     return (
@@ -319,7 +377,7 @@ def _script(comparison: PlanComparison, planned: Sequence[MethodFigures], drawn:
             "method": row.name,
             "title": row.title,
             "note": ". ".join(filter(None, (duration(row.step_s), part.note))),
-            "shown": row is comparison.best or row is other,
+            "shown": row in (comparison.best, comparison.ours, other),
         }
         for row, part in zip(planned, drawn)
     ]
@@ -353,13 +411,10 @@ def _facts(comparison: PlanComparison) -> list[tuple[str, str]]:
         ),
         ("rates", comparison.hardware_source),
     ]
-    if comparison.stretched:
-        rows.insert(1, ("positions", comparison.stretched))
     best = comparison.best
     if best is not None and best.plan is not None:
         plan = best.plan
         few, most = int(plan.forward.counts.min()), int(plan.forward.counts.max())
         rows.append(("MicroPacks of a rank", f"{few:,}" if few == most else f"{few:,} to {most:,}"))
-        rows.append(("documents shared by ranks", f"{plan.num_merged:,}"))
         rows.append(("weight gradients apart", "yes" if plan.splits_backward else "no"))
     return rows

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -17,19 +16,9 @@ from varlen.cost.shape import divides
 from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.plan.bound import lower_bound
-from varlen.report.page import share
-from varlen.report.plan import (
-    BYTES,
-    TITLES,
-    MethodFigures,
-    StepDocuments,
-    duration,
-    mesh_words,
-    planned,
-    ratio,
-    size,
-    stretched,
-)
+from varlen.report.page import duration, share, significant, size
+from varlen.report.plan import TITLES, MethodFigures, StepDocuments, check_price, planned, stretched
+from varlen.report.plan_table import BYTES, mesh_words, recomputation
 from varlen.step_plan import Mesh, Sharding
 
 OnProgress = Callable[[int, int, str], None]
@@ -54,11 +43,25 @@ class SweptMesh:
     documents: StepDocuments
     figures: MethodFigures
     bound_s: float
+    model_flops: float
+    """FLOPs of the step as MFU counts them."""
+    peak_flops: float
+    """Dense bf16 FLOPs of all GPUs a second, by their maker."""
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of the whole mesh."""
         return self.documents.num_tokens / self.figures.step_s
+
+    @property
+    def mfu(self) -> float:
+        """The model's FLOPs over those of the GPUs' peak in a step."""
+        return self.model_flops / (self.figures.step_s * self.peak_flops)
+
+    @property
+    def gpu_hours_per_billion(self) -> float:
+        """GPU-hours of 10⁹ tokens of such steps."""
+        return 1e9 * self.mesh.num_gpus / self.tokens_per_s / 3600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,6 +79,8 @@ class PlanSweep:
     """At most ten, by descending tokens per second."""
     left_out: tuple[tuple[str, int], ...]
     """Reasons why others aren't among the best, with their numbers."""
+    price: float | None = None
+    """What a GPU-hour costs, in the user's currency."""
     are_bytes: bool = False
     stretched: str = ""
     """A sentence on documents beyond the positions of the model's checkpoint, or ""."""
@@ -84,12 +89,15 @@ class PlanSweep:
         """Return all figures as plain values."""
         return {
             "name": self.name,
+            "headline": sweep_headline(self),
+            "simulated": True,
             "model": self.model,
             "hardware": self.hardware,
             "gpus": self.num_gpus,
             "method": self.method,
             "meshes": self.num_meshes,
-            "best": [_row(swept) for swept in self.best],
+            "price_per_gpu_hour": self.price,
+            "best": [_row(swept, self.price) for swept in self.best],
             "left_out": dict(self.left_out),
         }
 
@@ -105,6 +113,7 @@ def sweep(
     most: int = 10,
     name: str = "",
     are_bytes: bool = False,
+    price: float | None = None,
     on_progress: OnProgress = lambda *_: None,
 ) -> PlanSweep:
     """Plan one step on every division of some GPUs, and return the fastest.
@@ -114,6 +123,7 @@ def sweep(
     """
     if num_gpus < 1:
         raise SettingError(f"--gpus must be at least 1; got {num_gpus}")
+    check_price(price)
     left_out: Counter[str] = Counter()
     waiting: list[tuple[float, int, Mesh, StepDocuments, float]] = []
     divisions = list(meshes(cost, num_gpus, sharding))
@@ -140,7 +150,7 @@ def sweep(
         if row.plan is None:
             left_out[NO_PLAN] += 1
             continue
-        best.append(SweptMesh(mesh=mesh, documents=documents, figures=row, bound_s=bound))
+        best.append(_swept(row, documents, cost=cost, mesh=mesh, bound_s=bound))
         best.sort(key=lambda swept: -swept.tokens_per_s)
         left_out[SLOWER] += len(best) > most
         del best[most:]
@@ -156,6 +166,7 @@ def sweep(
         method=method,
         num_meshes=len(divisions) * len(steps),
         best=tuple(best),
+        price=price,
         left_out=tuple((why, count) for why, count in left_out.most_common() if count),
         are_bytes=are_bytes,
         stretched=stretched(cost.model, max(int(step.lengths.max()) for step in steps)),
@@ -172,8 +183,21 @@ def _with_best_chunks(swept: SweptMesh, method: str, cost: CostModel, repairs: b
         row = planned(swept.documents, method, cost=cost, mesh=mesh, repairs=repairs)
         if row.plan is not None and row.step_s < best.figures.step_s:
             bound = lower_bound(swept.documents.lengths, cost, mesh).seconds
-            best = SweptMesh(mesh=mesh, documents=swept.documents, figures=row, bound_s=bound)
+            best = _swept(row, swept.documents, cost=cost, mesh=mesh, bound_s=bound)
     return best
+
+
+def _swept(
+    row: MethodFigures, documents: StepDocuments, *, cost: CostModel, mesh: Mesh, bound_s: float
+) -> SweptMesh:
+    return SweptMesh(
+        mesh=mesh,
+        documents=documents,
+        figures=row,
+        bound_s=bound_s,
+        model_flops=cost.flops(documents.lengths).model,
+        peak_flops=1e12 * cost.hardware.peak_tflops * mesh.num_gpus,
+    )
 
 
 def meshes(cost: CostModel, num_gpus: int, sharding: Sharding) -> Iterator[Mesh]:
@@ -197,8 +221,8 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _row(swept: SweptMesh) -> dict[str, Any]:
-    row, mesh = swept.figures, swept.mesh
+def _row(swept: SweptMesh, price: float | None) -> dict[str, Any]:
+    row, mesh, hours = swept.figures, swept.mesh, swept.gpu_hours_per_billion
     assert row.plan is not None
     assert row.timeline is not None
     return {
@@ -207,7 +231,13 @@ def _row(swept: SweptMesh) -> dict[str, Any]:
         "tokens": swept.documents.num_tokens,
         "step_s": row.step_s,
         "tokens_per_s": swept.tokens_per_s,
+        "tokens_per_s_and_gpu": swept.tokens_per_s / mesh.num_gpus,
+        "mfu": swept.mfu,
+        "gpu_hours_per_billion_tokens": hours,
+        **({} if price is None else {"cost_per_billion_tokens": price * hours}),
         "lower_bound_s": swept.bound_s,
+        "lower_bound_ratio": row.step_s / swept.bound_s,
+        "computing_ratio": row.computing_ratio,
         "bubble_ratio": float(row.timeline.bubble_ratio),
         "exposed_ratio": float(row.timeline.exposed_ratio),
         "imbalance": float(row.timeline.imbalance),
@@ -221,10 +251,13 @@ def _row(swept: SweptMesh) -> dict[str, Any]:
 
 def sweep_table(result: PlanSweep) -> RenderableType:
     """Return everything that `varlen plan --sweep` prints."""
-    job = f"{result.model} on {many(result.num_gpus, 'GPU')} of {result.hardware}, {TITLES[result.method]}"
+    gpus = f"{many(result.num_gpus, 'GPU')} of {result.hardware}"
+    job = f"{result.model} on {gpus}, {TITLES[result.method]}; all figures are simulated"
     parts: list[RenderableType] = ["", Text(sweep_headline(result), style="bold"), Text(job)]
     if result.best:
-        parts += ["", Padding(_meshes(result), (0, 0, 0, 2))]
+        parts += ["", _meshes(result)]
+    if any(swept.mesh.virtual_stages > 1 for swept in result.best):
+        parts.append(Text("pp 4×2: 4 stages of 2 chunks of layers, --virtual-stages 2", style="dim"))
     count = many(result.num_meshes, "mesh", "meshes")
     parts += ["", Text(f"Of {count}, not among these:" if result.best else f"Of {count}:", style="dim")]
     parts += [Text(f"  {count:,}: {why}", style="dim") for why, count in result.left_out]
@@ -238,29 +271,38 @@ def sweep_headline(result: PlanSweep) -> str:
     if not result.best:
         return "No mesh of these GPUs holds this step."
     first = result.best[0]
-    rate = first.tokens_per_s / result.num_gpus
-    return f"{mesh_words(first.mesh)} is the fastest: {rate:,.0f} tokens per second and GPU."
+    rate, hours = first.tokens_per_s / result.num_gpus, first.gpu_hours_per_billion
+    money = "" if result.price is None else f", which cost {significant(result.price * hours)}"
+    return (
+        f"{mesh_words(first.mesh)} is the fastest: {rate:,.0f} tokens per second and GPU, {share(first.mfu)} MFU, "
+        f"{significant(hours)} GPU-hours per 10⁹ tokens{money}."
+    )
 
 
 def _meshes(result: PlanSweep) -> Table:
     """Return a row for each mesh."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    titles = ("dp", "pp", "cp", "tp", "chunks", "capacity", "step", "tokens/s/GPU")
-    for title in (*titles, "over bound", "bubble", "exposed", "peak", "recompute"):
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    sizes = ("capacity",) if len({swept.documents.capacity for swept in result.best}) > 1 else ()
+    titles = ("dp", "pp", "cp", "tp", *sizes, "step", "tokens/s\nand GPU", "MFU", "bubble", "exposed", "peak")
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("recompute", justify="right")
     for index, swept in enumerate(result.best):
         mesh, row = swept.mesh, swept.figures
         assert row.timeline is not None
         table.add_row(
-            *(str(axis) for axis in (mesh.dp, mesh.pp, mesh.cp, mesh.tp, mesh.virtual_stages)),
-            f"{swept.documents.capacity:,}",
+            str(mesh.dp),
+            f"{mesh.pp}×{mesh.virtual_stages}" if mesh.virtual_stages > 1 else str(mesh.pp),
+            str(mesh.cp),
+            str(mesh.tp),
+            *(f"{swept.documents.capacity:,}" for _ in sizes),
             duration(row.step_s),
             f"{swept.tokens_per_s / result.num_gpus:,.0f}",
-            ratio(row.step_s / swept.bound_s),
+            share(swept.mfu),
             share(float(row.timeline.bubble_ratio)),
             share(float(row.timeline.exposed_ratio)),
             size(float(row.timeline.peak_bytes)),
-            f"{row.recompute} + offload" if row.offload else row.recompute,
+            recomputation(row),
             style="bold green" if index == 0 else "",
         )
     return table

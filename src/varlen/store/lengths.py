@@ -40,6 +40,7 @@ class Lengths:
     skipped: Sequence[str]  # records that couldn't be read
     losses: Losses = NO_LOSSES  # these, and what chat templates left out
     unread: str | None = None  # which split was read, and what was left out of folders
+    sources: tuple[tuple[str, int], ...] = ()  # each file's name and number of documents, in order, if known
     parts: IntArray | None = None  # int64: documents of each part tokenized separately; None: unknown, or one
     are_bytes: bool = False  # whether bytes were counted, since no tokenizer was given
     are_counted: bool = False  # whether lengths were given, so that there are no tokens to pack
@@ -54,15 +55,16 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
     excerpts: dict[int, str] = {}
     has_mask = False
     parts, count = source.parts(), 0
-    documents_in = np.zeros(len(parts), np.int64)
+    documents_in, documents_of = np.zeros(len(parts), np.int64), np.zeros(len(source.files), np.int64)
     read_progress = ReadProgress([source.part_bytes(part) for part in parts], on_progress)
     watched = source.watched(read_progress.read)
     for number, part in enumerate(parts):
-        for documents in watched.read(part):
+        for span, documents in ((one, some) for one in part for some in watched.read((one,))):
             if count < excerpts_wanted:
                 excerpts |= _excerpts(source, documents, count, excerpts_wanted - count)
             count += len(documents)
             documents_in[number] += len(documents)
+            documents_of[span.file] += len(documents)
             lengths.append(documents.lengths)
             targets.append(targets_of(documents))
             has_mask |= documents.loss_mask is not None
@@ -79,9 +81,16 @@ def read_lengths(source: Source, on_progress: OnProgress, excerpts_wanted: int =
         skipped=skipped,
         losses=losses,
         unread=source.unread(),
+        sources=tuple(zip(_names(source), documents_of.tolist(), strict=True)),
         parts=documents_in,
         are_bytes=source.counts_bytes(),
     )
+
+
+def _names(source: Source) -> list[str]:
+    """Return the names of a source's files, or their paths where two have the same name."""
+    names = [file.name for file in source.files]
+    return names if len(set(names)) == len(names) else [file.path for file in source.files]
 
 
 def _excerpts(source: Source, documents: Documents, first: int, limit: int) -> dict[int, str]:
