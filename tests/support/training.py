@@ -25,7 +25,8 @@ from varlen.offline.index import index_source
 from varlen.signals import Stopped
 from varlen.train import step as step_module
 from varlen.train import trainer as trainer_module
-from varlen.train.settings import TrainSettings, as_settings
+from varlen.train.configuration import as_settings
+from varlen.train.settings import TrainSettings
 from varlen.train.trainer import train
 
 STEPS = 6

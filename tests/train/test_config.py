@@ -12,7 +12,8 @@ import pytest
 import varlen as vl
 from varlen.errors import InputError, SettingError, SourceError
 from varlen.train.claim import claimed
-from varlen.train.settings import DataSettings, RunSettings, read_config, write_example
+from varlen.train.configuration import read_config, write_example
+from varlen.train.settings import DataSettings, RunSettings
 
 SMALL = """
 [data]

@@ -24,8 +24,9 @@ from varlen.documents.source import open_source
 from varlen.errors import SettingError
 from varlen.offline.index import index_source
 from varlen.train import dry_run
+from varlen.train.configuration import as_settings, as_toml, read_config
 from varlen.train.dry_run import forecast
-from varlen.train.settings import TrainSettings, as_settings, as_toml, read_config
+from varlen.train.settings import TrainSettings
 from varlen.train.trainer import train
 
 STILL = {**LLAMA, "attention_dropout": 0.0}

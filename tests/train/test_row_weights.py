@@ -27,7 +27,8 @@ from varlen.adapters.torchtitan import PackedDataLoader, trainer_batch
 from varlen.documents.source import open_source
 from varlen.errors import SettingError
 from varlen.offline.index import index_source
-from varlen.train.settings import TrainSettings, as_settings
+from varlen.train.configuration import as_settings
+from varlen.train.settings import TrainSettings
 from varlen.train.step import BLOCK, target_loss_sum
 from varlen.train.trainer import train
 

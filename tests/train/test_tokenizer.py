@@ -62,7 +62,8 @@ def model(tmp_path) -> Path:
 def settings_of(source: Path, output: Path, model: Any, **changes: Any) -> Any:
     from tests.support.training import table
 
-    from varlen.train.settings import TrainSettings, as_settings
+    from varlen.train.configuration import as_settings
+    from varlen.train.settings import TrainSettings
 
     made = table(source, output, **changes)
     made["model"] = {"path": str(model)} if not isinstance(model, dict) else model

@@ -87,7 +87,7 @@ def train(
     [bold]Then:[/]  varlen train config.toml --set run.steps=100, or
     torchrun --standalone --nproc-per-node 2 -m varlen train config.toml
     """
-    from varlen.train.settings import as_toml, read_config, write_example
+    from varlen.train.configuration import as_toml, read_config, write_example
 
     check_asked(config, init, changes or [])
     if init is not None:

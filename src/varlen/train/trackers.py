@@ -21,6 +21,7 @@ from varlen.errors import SettingError, described
 from varlen.files.ours import open_own, write_json
 from varlen.parsed import parse_json
 from varlen.regular import read_regular
+from varlen.train.configuration import flat
 from varlen.train.evaluate import Evaluation
 from varlen.train.metrics import StepMetrics
 from varlen.train.settings import TrackSettings, TrainSettings
@@ -219,7 +220,7 @@ class _MLflow:
         found = self._client.get_experiment_by_name(project)
         experiment = self._client.create_experiment(project) if found is None else found.experiment_id
         self.record = self._client.create_run(experiment, run_name=run.settings.name).info.run_id
-        for name, value in _flat(run.configuration):
+        for name, value in flat(run.configuration):
             self._client.log_param(self.record, name, str(value)[:500])
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -238,13 +239,3 @@ _OPENED: dict[str, Callable[[_Run], Tracker]] = {
     "wandb": _WeightsAndBiases,
     "mlflow": _MLflow,
 }
-
-
-def _flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings by their dotted names."""
-    for key, value in table.items():
-        dotted = f"{name}.{key}" if name else key
-        if isinstance(value, Mapping):
-            yield from _flat(value, dotted)
-        else:
-            yield dotted, value
