@@ -209,9 +209,9 @@ def test_step_and_time_left_are_whole_at_every_width(monkeypatch, width):
     written = on_terminal(monkeypatch, train, width)
 
     with train.run_display(10) as display:
-        display.begin(PLAN)
-        display.step(METRICS)
-        display.note(
+        display.on_begin(PLAN)
+        display.on_step(METRICS)
+        display.on_note(
             "saving the checkpoint of step 98,765 to run/checkpoints/step-00098765 takes a while on this disk"
         )
 

@@ -26,8 +26,8 @@ from tests.support.training import (
 )
 
 from varlen.cli.train import Lines, Live, live_parts, run_display
+from varlen.train.callbacks import RunOverview
 from varlen.train.metrics import StepMetrics
-from varlen.train.trainer import RunOverview
 
 
 @pytest.fixture
@@ -199,9 +199,9 @@ def test_a_log_has_a_line_every_few_steps():
     written = io.StringIO()
     lines = Lines(Console(file=written, width=40), 10)
 
-    lines.begin(PLAN)
+    lines.on_begin(PLAN)
     for step in range(5, 31):
-        lines.step(metrics_at(step))
+        lines.on_step(metrics_at(step))
 
     assert written.getvalue().splitlines() == [
         'llama, 1,234 parameters, fp32 on 2 processes (ddp) of cpu, attention "varlen"; 30 steps, going on after '
@@ -218,8 +218,8 @@ def test_a_terminal_has_a_bar_with_loss_speed_and_waiting():
     console = Console(file=written, force_terminal=True, width=160, highlight=False)
     with Progress(console=console, auto_refresh=False) as bar:
         live = Live(console, bar)
-        live.begin(PLAN)
-        live.step(metrics_at(12))
+        live.on_begin(PLAN)
+        live.on_step(metrics_at(12))
         (task,) = bar.tasks
 
     assert (task.completed, task.total) == (12, 30)
