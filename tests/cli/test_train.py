@@ -25,7 +25,7 @@ from tests.support.training import (
     write_toml,
 )
 
-from varlen.cli.train import Lines, Live, live_parts, run_display
+from varlen.cli.train import Lines, Live, live_parts, run_display, step_parts
 from varlen.train.callbacks import RunOverview
 from varlen.train.metrics import StepMetrics
 
@@ -223,9 +223,8 @@ def test_a_terminal_has_a_bar_with_loss_speed_and_waiting():
         (task,) = bar.tasks
 
     assert (task.completed, task.total) == (12, 30)
-    said = [part.words for part in live_parts(task)]
-    assert said[0] == "step 12/30"
-    shown = [words for words in said[2:-1] if words]
+    assert live_parts(task)[0].words == "step 12/30"
+    shown = [part.words for part in step_parts(task) if part.words]
     assert shown == ["loss 2.5000", "4,500 tokens/s", "1.0 % waiting", "lr 0.001", "90.0 % full"]
     assert "llama, 1,234 parameters" in written.getvalue()
 

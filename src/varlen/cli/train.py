@@ -207,7 +207,9 @@ def overview_words(run: RunOverview) -> str:
     steps = "to the end of the data" if run.steps is None else f"{run.steps:,} steps"
     trained = f" ({run.num_trained:,} trained)" if run.num_trained < run.num_parameters else ""
     since = f", going on after step {run.resumed_from:,}" if run.resumed_from else ""
+    fused = run.cross_entropy not in (None, "torch")
     how = f'attention "{run.attention}"' if run.plans is None else f"in slices by plans: {run.plans}"
+    how += f', cross-entropy "{run.cross_entropy}"' if fused else ""
     return (
         f"{run.model}, {run.num_parameters:,} parameters{trained}, {run.precision} on {processes} of {run.device}, "
         f"{how}; {steps}{since}"

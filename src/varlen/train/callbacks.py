@@ -111,6 +111,8 @@ class RunOverview:
     precision: str
     plans: str | None = None
     """Mesh, method and rates of the plans; None where steps aren't planned."""
+    cross_entropy: str | None = None
+    """What computes losses of whole packs: "torch", "liger" or "cut"; None where steps are planned."""
 
 
 @dataclass(kw_only=True, slots=True)

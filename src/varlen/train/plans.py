@@ -311,13 +311,12 @@ class SliceGradients(Gradients[PackedBatch]):
             found = self._engine.evaluate(batch, document_losses=True)
         finally:
             self.model.train()
-        assert found.document_losses is not None, "they were asked for"
-        assert found.document_targets is not None, "they were asked for"
-        # Every rank has the losses of the whole step.
-        weights = (found.document_targets * self._ranks.is_first).astype(np.float64)
-        lengths = batch.document_lengths if batch.plan is None else batch.plan.lengths
-        sums = np.where(weights > 0, found.document_losses, 0.0) * weights
-        return DocumentLosses(lengths=np.asarray(lengths, np.float64), sums=sums, weights=weights)
+        sums, weights = found.document_sums, found.document_weights
+        assert sums is not None, "they were asked for"
+        assert weights is not None, "they were asked for"
+        lengths = np.asarray(batch.document_lengths if batch.plan is None else batch.plan.lengths, np.float64)
+        own = int(self._ranks.is_first)  # every rank has the losses of the whole step
+        return DocumentLosses(lengths=lengths, sums=own * sums, weights=own * weights)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """See `Gradients`; the norm is over all stages and shards."""

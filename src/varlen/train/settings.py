@@ -19,20 +19,19 @@ Tokens: TypeAlias = Annotated[int, TOKENS]
 """A number of tokens: a whole number, or in a file also a text such as "4k", which is 4,096."""
 MAX_SEED = 2**32 - 1
 """Every generator takes seeds up to here."""
-_TAKEN = {
-    "",
-    "checkpoints",
-    "model",
+TAKEN = {
     ".running",
-    "plans.json",
-    "hardware.json",
+    "checkpoints",
     "evaluations.jsonl",
+    "hardware.json",
+    "model",
+    "plans.json",
     "samples.jsonl",
+    "tensorboard",
     "trackers.json",
+    "wandb",
 }
-"""Names in the output folder that have another use."""
-
-
+"""Names in the output folder beside that of the metrics; `claim.py` says what each holds."""
 _OF_RUN = {"dp_rank", "dp_world_size", "epochs", "device", "model", "plan"}
 """Arguments of `vl.PackedLoader` that a run decides."""
 _REQUIRED = {"capacity", "global_batch_size"}
@@ -220,6 +219,9 @@ class RunSettings:
     less memory. Of slices, `plan.recompute` decides."""
     compile: bool = False
     """Whether layers are compiled (torch.compile), once for all packs; it needs `data.layout` "rows"."""
+    cross_entropy: Literal["auto", "torch", "liger", "cut"] = "auto"
+    """What computes the loss of whole packs: "liger" (liger-kernel) and "cut" (cut-cross-entropy) never hold all
+    logits; "auto": on a GPU the first of the two that is installed and fits the model, else PyTorch."""
     threads: int | None = None
     """CPU threads per process; runs are bitwise equal only with the same number."""
     timeout_s: float = 600.0
@@ -253,10 +255,10 @@ class LogSettings:
         _check_range("log.every", self.every, 1)
         if self.peak_tflops is not None and not self.peak_tflops > 0:
             raise SettingError(f"log.peak_tflops must be above 0, got {self.peak_tflops:g}")
-        if Path(self.metrics).name != self.metrics or self.metrics in _TAKEN:
+        if not self.metrics or Path(self.metrics).name != self.metrics or self.metrics in TAKEN:
             raise SettingError(
                 "log.metrics is the name of a file in run.output, and none of "
-                f"{', '.join(sorted(_TAKEN - {''}))}; got {self.metrics!r}"
+                f"{', '.join(sorted(TAKEN))}; got {self.metrics!r}"
             )
 
 
@@ -521,6 +523,11 @@ class TrainSettings:
         if self.run.compile and self.data.layout == "flat":
             raise SettingError(
                 'run.compile needs packs of one shape, and data.layout = "flat" has many; set data.layout = "rows"'
+            )
+        if self.plan is not None and self.run.cross_entropy != "auto":
+            raise SettingError(
+                f'run.cross_entropy = "{self.run.cross_entropy}" is for whole packs, and [plan] runs slices, whose '
+                "losses are computed in blocks; leave one of them out"
             )
         if self.plan is not None and self.run.checkpoint_activations:
             raise SettingError(

@@ -279,12 +279,13 @@ class _Run:
             device=self._ranks.device.type,
             precision=run.precision,
             plans=None if self._plans is None else self._plans.words,
+            cross_entropy=self._stepper.gradients.cross_entropy,
         )
 
     def train(self) -> TrainSummary:
         """Train all steps, save, and export the model."""
         self._callbacks.call("on_begin", self._overview)
-        for sentence in (*self._changes, *self._tokenizer.words):
+        for sentence in (*self._changes, *self._tokenizer.words, *self._stepper.gradients.notes):
             self._callbacks.note(sentence)
         self._interrupt.defer()
         self._evaluate(is_last=False)
