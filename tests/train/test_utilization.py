@@ -103,10 +103,13 @@ def test_every_step_of_a_run_has_its_share_of_the_peak(store, tmp_path, changes)
     notes = Notes()
     train(from_model(store, tmp_path / "base", tmp_path / "run", log__peak_tflops=1e-3, **changes), notes)
 
-    share = {(): 1.0, ("adapter__rank",): 0.9}.get(tuple(changes), 1.0)
+    widths = {name: LARGE[name] for name in ("hidden_size", "intermediate_size")}
+    layer = 4 * widths["hidden_size"] ** 2 + 3 * widths["hidden_size"] * widths["intermediate_size"]
+    products = LARGE["num_hidden_layers"] * layer + 260 * widths["hidden_size"]
     for step in notes.steps:
-        least, most = (each * step.tokens / (step.step_s * 1e9) for each in (6 * 12_000, 6 * 60_000 * share))
-        assert least < step.mfu < most
+        flops = step.mfu * step.step_s * 1e9 / step.tokens
+        # Attention to short documents, and the adapter's own weights, are a few hundredths more.
+        assert 1 < flops / ((4 if "adapter__rank" in changes else 6) * products) < 1.15
 
 
 def test_the_share_isnt_known_without_a_peak(store, tmp_path):
