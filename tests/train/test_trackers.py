@@ -6,14 +6,13 @@ import os
 import signal
 
 import pytest
-from tests.support.training import CONTEXT, Notes, metrics_of, rewound, settings
+from tests.support.training import CONTEXT, Notes, metrics_of, rewound, settings, table
 
 from varlen.errors import SettingError
 from varlen.train import train
 from varlen.train.callbacks import Callback
-from varlen.train.configuration import as_settings
 from varlen.train.dry_run import forecast
-from varlen.train.settings import TAKEN, TrainSettings
+from varlen.train.settings import TAKEN
 from varlen.train.trackers import _OPENED
 
 TRACKERS = tuple(_OPENED)
@@ -113,18 +112,11 @@ class KillsItself(Callback):
 
 
 def _killed(made, at):
-    from varlen.train import trainer
-
-    inner = trainer.Callbacks.add
-    # After the trackers, which are added last.
-    trainer.Callbacks.add = lambda self, one: (inner(self, one), inner(self, KillsItself(at)))
-    train(as_settings(TrainSettings, made, ""))
+    train(made, callbacks=[KillsItself(at)])  # after the trackers, which are called first
 
 
 @pytest.mark.parametrize("name", [installed(name) for name in TRACKERS])
 def test_a_killed_run_that_goes_on_has_each_step_once(store, tmp_path, name):
-    from tests.support.training import table
-
     output = tmp_path / "run"
     changes = {"eval__sets": {"same": str(store)}, "eval__every": 2, "track__to": [name]}
     made = table(store, output, **changes, run__checkpoint_every=3)
@@ -132,7 +124,7 @@ def test_a_killed_run_that_goes_on_has_each_step_once(store, tmp_path, name):
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
-    train(as_settings(TrainSettings, made, ""))
+    train(made)
 
     assert [line["step"] for line in metrics_of(output)] == [1, 2, 3, 4, 5, 6]
     same_as_metrics(READ[name](output, "train/loss"), metrics_of(output), "loss")

@@ -68,8 +68,8 @@ class Callbacks:
         self._may_stop = bool(ranks.gather([any(one.may_stop for one in self._every)])[0, 0])
 
     def add(self, one: Callback) -> None:
-        """Add a callback of this rank that never asks to stop."""
-        self._every.append(one)
+        """Add a callback of this rank that never asks to stop, before those that may fail."""
+        self._every.insert(0, one)
 
     def call(self, method: str, *about: Any) -> None:
         """Call a method of all callbacks."""

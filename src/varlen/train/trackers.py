@@ -1,7 +1,8 @@
 """Trackers of experiments: TensorBoard, Weights & Biases and MLflow behind one protocol.
 
 A run that resumes continues its record, in which each step stands once: TensorBoard's files drop the steps that are
-trained again, and the others aren't given them a second time, since they have the same numbers.
+trained again, and the others aren't given them a second time. Such steps have the same numbers, unless settings have
+changed.
 """
 
 from __future__ import annotations
