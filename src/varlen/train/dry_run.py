@@ -29,6 +29,7 @@ from varlen.train.lora import add_adapter, check_adapter
 from varlen.train.model import bare_model, model_config
 from varlen.train.parallel import Ranks, device_of
 from varlen.train.plans import (
+    WIDE,
     bytes_in_float32,
     cost_of,
     even_slices,
@@ -180,7 +181,8 @@ def forecast(
     check_adapter(settings, config)
     of_threads = replace(settings.data, worker="thread")  # type: ignore[call-arg] # an option of the loader
     read = replace(settings, data=of_threads)
-    ranks = Ranks(world_size=processes)
+    shares = 1 if settings.plan is not None else processes  # plans deal documents, not packs
+    ranks = Ranks(world_size=processes // mesh.dp * shares)
     with open_loader(read, config, tokenizer, ranks) as loader:
         steps = steps_of(loader, settings)
         plan = None if settings.plan is None else _planned(settings, config, mesh, loader, device, note)
@@ -202,8 +204,8 @@ def forecast(
     found = Forecast(
         steps=steps,
         processes=processes,
-        documents=len(lengths) * mesh.dp,
-        tokens=int(lengths.sum()) * mesh.dp,
+        documents=len(lengths) * shares,
+        tokens=int(lengths.sum()) * shares,
         targets=batches[0].step_num_targets,
         fill=float(lengths.sum() / slots),
         parameters=counted[0],
@@ -283,11 +285,14 @@ def _memory(
     mesh: Mesh,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the bytes of states and the most beside them, and what a device has, as `Forecast` holds them."""
+    """Return the bytes of states and the most beside them, and what a device has, as `Forecast` holds them.
+
+    Of whole packs, or of slices of one process.
+    """
     parameters, trained = counted
     memory_bytes, name = _device(device)
     found = {"state_bytes": None, "activation_bytes": None, "memory_bytes": memory_bytes, "device": name}
-    shards = mesh.pp * mesh.tp * (mesh.dp * mesh.cp if mesh.sharding == "parameters" else 1)
+    shards = mesh.dp if mesh.sharding == "parameters" else 1
     state_bytes = (4.0 * parameters + _STATES[settings.optimizer.name] * trained) / shards
     try:
         shape = ModelShape.from_config(config)
@@ -306,9 +311,11 @@ def _memory(
     cost = with_wide_rows(cost, Mesh()) if is_wide else cost
     plan = one_gpu_plan(lengths, rows, recompute=recompute)
     beside = float(simulate(plan, cost).peak_bytes - cost.memory(Mesh()).state_bytes.max())
-    # Of one process; stages, tp and cp ranks hold a part each.
-    beside = max(beside, 0.0) * (2 if is_wide else 1) / (mesh.pp * mesh.tp * mesh.cp)
-    return {**found, "state_bytes": state_bytes, "activation_bytes": beside}
+    return {
+        **found,
+        "state_bytes": state_bytes,
+        "activation_bytes": max(beside, 0.0) * (WIDE if is_wide else 1),
+    }
 
 
 def _device(device: torch.device) -> tuple[float, str]:
