@@ -195,40 +195,29 @@ def test_a_folder_that_was_made_and_not_marked_is_gone_on_with(tmp_path):
     assert CliRunner().invoke(app, ["index", str(data), "-o", str(tmp_path / "po")]).exit_code == 0
 
 
-class Silent:
-    def begin(self, overview):
-        pass
-
-    def step(self, metrics):
-        pass
-
-    def note(self, sentence):
-        pass
-
-
 def test_a_model_is_replaced_by_a_run_only_as_a_run_wrote_it(tmp_path):
     store = write_store(tmp_path)
     given = settings(store, tmp_path / "run", run__steps=1)
-    train(given, Silent())
-    train(settings(store, tmp_path / "run", run__steps=2), Silent())
+    train(given)
+    train(settings(store, tmp_path / "run", run__steps=2))
 
     weights = tmp_path / "run/model/model.safetensors"
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1
     weights.write_bytes(changed)
     with pytest.raises(SettingError, match=r"model\.safetensors was changed since varlen wrote it"):
-        train(settings(store, tmp_path / "run", run__steps=3), Silent())
+        train(settings(store, tmp_path / "run", run__steps=3))
     assert weights.read_bytes() == changed
 
 
 def test_a_checkpoint_beside_which_somebody_keeps_notes_is_not_pruned(tmp_path):
     store = write_store(tmp_path)
     given = {"run__checkpoint_every": 1, "run__keep": 1}
-    train(settings(store, tmp_path / "run", run__steps=1, **given), Silent())
+    train(settings(store, tmp_path / "run", run__steps=1, **given))
     notes = tmp_path / "run/checkpoints/step-00000001/notes.txt"
     notes.write_text("mine")
 
-    train(settings(store, tmp_path / "run", run__steps=3, **given), Silent())
+    train(settings(store, tmp_path / "run", run__steps=3, **given))
 
     assert notes.read_text() == "mine"
     assert sorted(path.name for path in notes.parent.parent.iterdir()) == ["step-00000001", "step-00000003"]

@@ -17,7 +17,7 @@ from varlen.errors import VarlenError
 from varlen.store.lengths import counted_lengths
 from varlen.text.load_tokenizer import _read_json, _template_files
 from varlen.train.changes import WeightsMark
-from varlen.train.settings import read_config
+from varlen.train.configuration import read_config
 
 
 def _template(path: Path) -> Any:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from varlen.cli import progress as extras_module
 from varlen.cli import progress as module
 from varlen.cli import train
 from varlen.cli.progress import FittedLine, Part, fitted
+from varlen.train.evaluate import Evaluation, LengthLoss, SetLoss
 
 
 @pytest.mark.parametrize(
@@ -183,11 +185,27 @@ def test_an_interrupt_ends_in_one_line_and_leaves_nothing(tmp_path):
 WIDTHS = (40, 60, 80, 100, 120, 200)
 PLAN = SimpleNamespace(
     model="llama", num_parameters=8_030_261_248, precision="bf16", world_size=16, parallel="fsdp", device="cuda",
-    attention="varlen_attention", plans=None, steps=100_000, resumed_from=12_000,
+    attention="varlen_attention", plans=None, steps=100_000, resumed_from=12_000, num_trained=8_030_261_248,
+    cross_entropy="liger",
 )  # fmt: skip
 METRICS = SimpleNamespace(
-    step=98_765, loss=10.1234, tokens_per_s=12_345_678.0, fill=0.9987, step_s=1.2, data_wait_s=0.012
-)
+    step=98_765, loss=10.1234, tokens_per_s=12_345_678.0, fill=0.9987, step_s=1.2, data_wait_s=0.012,
+    learning_rate=2.9e-4, mfu=0.4123, peak_bytes=71_234_567_890,
+)  # fmt: skip
+PART = {"loss": 2.1234, "documents": 1_234, "targets": 123_456.0}
+EVALUATION = Evaluation(
+    step=98_765, loss=2.1234, is_best=True, seconds=123.4,
+    sets={
+        name: SetLoss(
+            loss=2.1234, documents=6_170, tokens=1_234_567, targets=617_280.0,
+            by_length=tuple(
+                LengthLoss(above=above, up_to=up_to, **PART)
+                for above, up_to in pairwise((0, 512, 2048, 8192, 32768, None))
+            ),
+        )
+        for name in ("chats", "books")
+    },
+)  # fmt: skip
 
 
 def on_terminal(monkeypatch, where, width):
@@ -209,25 +227,48 @@ def test_step_and_time_left_are_whole_at_every_width(monkeypatch, width):
     written = on_terminal(monkeypatch, train, width)
 
     with train.run_display(10) as display:
-        display.begin(PLAN)
-        display.step(METRICS)
-        display.note(
+        display.on_begin(PLAN)
+        display.on_step(METRICS)
+        display.on_note(
             "saving the checkpoint of step 98,765 to run/checkpoints/step-00098765 takes a while on this disk"
         )
 
     lines = lines_of(written)
     assert max(map(len, lines)) <= width
-    last = next(line for line in reversed(lines) if "step 98,765" in line and "left" in line)
-    assert re.search(r"step 98,765/100,000  left [-\d:]+", last), last
+    row = next(row for row in reversed(range(len(lines))) if "step 98,765" in lines[row])
+    first, second = lines[row : row + 2]
+    assert re.search(r"step 98,765/100,000  left [-\d:]+", first), first
     for least, words in (
-        (60, "loss 10.1234"),
-        (80, "12,345,678 tokens/s"),
-        (120, "1.0 % waiting"),
+        (40, "loss 10.1234"),
+        (60, "12,345,678 tokens/s"),
+        (80, "MFU 41.2 %"),
+        (80, "lr 0.00029"),
+        (80, "71.2 GB"),
+        (100, "1.0 % waiting"),
         (120, "99.9 % full"),
     ):
-        assert width < least or words in last
+        assert width < least or words in second
     assert "\u2026" not in "".join(lines)  # nothing is cut
     assert "takes a while on this disk" in " ".join(" ".join(lines).split())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_a_run_says_is_read_whole_at_usual_widths(monkeypatch, width):
+    written = on_terminal(monkeypatch, train, width)
+
+    with train.run_display(10) as display:
+        display.on_begin(PLAN)
+        display.on_step(METRICS)
+        display.on_evaluate(EVALUATION)
+
+    lines = lines_of(written)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "\u2026" not in text
+    for start, stop in pairwise((0, 512, 2048, 8192, 32768)):  # a length and its loss stand in one line
+        assert f"{start + 1:,} to {stop:,}: 2.1234" in text or f"up to {stop:,}: 2.1234" in text
+    assert "over 32,768: 2.1234" in text
+    assert 'attention "varlen_attention", cross-entropy "liger"' in " ".join(text.split())
 
 
 @pytest.mark.parametrize("width", WIDTHS)

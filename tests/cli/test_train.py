@@ -1,5 +1,6 @@
 """`varlen train` on the command line: an example, lines and JSON, Ctrl-C, and bad input in a sentence."""
 
+import importlib.util
 import io
 import json
 import os
@@ -25,9 +26,10 @@ from tests.support.training import (
     write_toml,
 )
 
-from varlen.cli.train import Lines, Live, live_parts, run_display
+from varlen.cli.train import Lines, Live, live_parts, run_display, step_parts
+from varlen.train import dry_run
+from varlen.train.callbacks import RunOverview
 from varlen.train.metrics import StepMetrics
-from varlen.train.trainer import RunOverview
 
 
 @pytest.fixture
@@ -120,6 +122,46 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run_train, store, tmp_path, a
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_ends_in_one_sentence_where_a_run_would_fail(run_train, store, tmp_path, monkeypatch):
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So.", "weight": 0}]
+    (tmp_path / "none.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 9)
+    inner = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else inner(name))
+    write_toml(tmp_path / "a.toml", table(store, tmp_path / "run"))
+    for changes, words in (
+        (["run.learning_rate=1"], "run.learning_rate is no setting; the nearest is optimizer.learning_rate"),
+        (['track.to=["mlflow"]'], "install it (pip install mlflow), or leave it out"),
+        (['eval.sets={none = "none.jsonl"}', "data.on_error=skip"], "eval.sets.none"),
+        (['adapter.targets=["q_prj"]', 'adapter.export="merged"'], "the nearest is 'q_proj'"),
+    ):
+        given = [word for change in changes for word in ("--set", change)]
+        code, out, said = run_train("a.toml", "--dry-run", *given)
+        assert (code, out) == (2, ""), said
+        assert said.splitlines()[-1].startswith("varlen: ")
+        assert words in said.splitlines()[-1]
+    monkeypatch.setattr(dry_run, "_device", lambda device: (1e6, "a small card"))
+    code, out, said = run_train("a.toml", "--dry-run")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"varlen: a process would need about .* would need less\n", said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_prints_what_would_be_done(run_train, store, tmp_path):
+    hardware = write_hardware(tmp_path / "slow.json")
+    write_toml(tmp_path / "a.toml", planned_table(store, tmp_path / "run", priced(hardware), run__steps=2))
+
+    code, out, _ = run_train("a.toml", "--dry-run", "--processes", "2")
+    assert code == 0
+    lines = out.splitlines()
+    assert [line[:13].strip() for line in lines if line[:1].strip()] == [
+        *("steps", "first step", "model", "plan", "predicted", "memory", "nothing was t")
+    ]
+    assert max(map(len, lines)) <= 80
+    found = json.loads(run_train("a.toml", "--dry-run", "--json")[1])
+    assert found["plan"]["steps"] == 4
+    assert found["plan"]["tokens_per_s"] > 0
+
+
 def test_one_of_several_processes_says_which_it_is(run_train, store, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -199,9 +241,9 @@ def test_a_log_has_a_line_every_few_steps():
     written = io.StringIO()
     lines = Lines(Console(file=written, width=40), 10)
 
-    lines.begin(PLAN)
+    lines.on_begin(PLAN)
     for step in range(5, 31):
-        lines.step(metrics_at(step))
+        lines.on_step(metrics_at(step))
 
     assert written.getvalue().splitlines() == [
         'llama, 1,234 parameters, fp32 on 2 processes (ddp) of cpu, attention "varlen"; 30 steps, going on after '
@@ -218,14 +260,13 @@ def test_a_terminal_has_a_bar_with_loss_speed_and_waiting():
     console = Console(file=written, force_terminal=True, width=160, highlight=False)
     with Progress(console=console, auto_refresh=False) as bar:
         live = Live(console, bar)
-        live.begin(PLAN)
-        live.step(metrics_at(12))
+        live.on_begin(PLAN)
+        live.on_step(metrics_at(12))
         (task,) = bar.tasks
 
     assert (task.completed, task.total) == (12, 30)
-    said = [part.words for part in live_parts(task)]
-    assert said[0] == "step 12/30"
-    shown = [words for words in said[2:-1] if words]
+    assert live_parts(task)[0].words == "step 12/30"
+    shown = [part.words for part in step_parts(task) if part.words]
     assert shown == ["loss 2.5000", "4,500 tokens/s", "1.0 % waiting", "lr 0.001", "90.0 % full"]
     assert "llama, 1,234 parameters" in written.getvalue()
 

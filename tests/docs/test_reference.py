@@ -6,6 +6,7 @@ import pytest
 import reference
 
 import varlen as vl
+import varlen.train
 
 DOCS = reference.FOLDER.parent
 
@@ -21,6 +22,14 @@ def test_every_public_name_is_in_the_reference():
 
     assert sorted(set(named) - {"errors"}) == sorted(vl.__all__)
     assert len(named) == len(set(named))
+
+
+def test_every_public_name_of_training_is_in_the_reference():
+    text = (DOCS / "reference/api.md").read_text()
+    named = re.findall(r"^\.\. auto\w+:: varlen\.train\.(\w+)$", text, re.MULTILINE)
+
+    assert sorted(named) == sorted(varlen.train.__all__)
+    assert all(getattr(varlen.train, name).__name__ == name for name in named)
 
 
 @pytest.mark.parametrize("made", [reference.settings_page, reference.cli_page], ids=["settings", "cli"])

@@ -7,7 +7,7 @@ from tests.support.command_line import asked, one_sentence
 
 from varlen.arguments import as_tokens
 from varlen.errors import SettingError
-from varlen.train.settings import read_config
+from varlen.train.configuration import read_config
 
 TAKEN = {
     "4096": 4096,

@@ -15,7 +15,7 @@ from varlen.cli.plan_job import model_of
 from varlen.cost.hardware import load_hardware
 from varlen.errors import VarlenError
 from varlen.parsed import UnreadableError, parse_json, parse_python, parse_toml, parse_yaml
-from varlen.train.settings import read_config
+from varlen.train.configuration import read_config
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 MERGES = "a0: &a0 {x: 1}\n" + "".join(

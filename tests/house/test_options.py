@@ -13,7 +13,7 @@ from pathlib import Path
 import varlen as vl
 from varlen.adapters.axolotl.settings import VarlenSettings
 from varlen.adapters.torchtitan import PackedDataLoader
-from varlen.train.settings import read_config
+from varlen.train.configuration import read_config
 
 option = inspect.signature(vl.PackedLoader).parameters["planted"]
 assert (option.default, option.annotation, option.kind.name) == (7, int, "KEYWORD_ONLY"), option

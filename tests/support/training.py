@@ -25,7 +25,9 @@ from varlen.offline.index import index_source
 from varlen.signals import Stopped
 from varlen.train import step as step_module
 from varlen.train import trainer as trainer_module
-from varlen.train.settings import TrainSettings, as_settings
+from varlen.train.callbacks import Callback
+from varlen.train.configuration import as_settings
+from varlen.train.settings import TrainSettings
 from varlen.train.trainer import train
 
 STEPS = 6
@@ -77,8 +79,10 @@ def from_model(store: Path, folder: Path, output: Path, **changes: Any) -> Train
     return as_settings(TrainSettings, made, "")
 
 
-class Notes:
-    """Hears of a run."""
+class Notes(Callback):
+    """Keeps what a run reports."""
+
+    may_stop = False
 
     def __init__(self) -> None:
         self.overviews: list[Any] = []
@@ -86,16 +90,16 @@ class Notes:
         self.evaluations: list[Any] = []
         self.said: list[str] = []
 
-    def begin(self, overview: Any) -> None:
+    def on_begin(self, overview: Any) -> None:
         self.overviews.append(overview)
 
-    def step(self, metrics: Any) -> None:
+    def on_step(self, metrics: Any) -> None:
         self.steps.append(metrics)
 
-    def evaluation(self, evaluation: Any) -> None:
+    def on_evaluate(self, evaluation: Any) -> None:
         self.evaluations.append(evaluation)
 
-    def note(self, sentence: str) -> None:
+    def on_note(self, sentence: str) -> None:
         self.said.append(sentence)
 
 

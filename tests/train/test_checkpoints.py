@@ -28,8 +28,9 @@ from varlen.documents.source import open_source
 from varlen.errors import StateError, VarlenError
 from varlen.offline.index import index_source
 from varlen.train.checkpoint import WITHOUT_CHECKSUMS, Checkpoint, checksum_of, load, newest, read_weights
+from varlen.train.configuration import as_settings
 from varlen.train.parallel import Ranks
-from varlen.train.settings import TrainSettings, as_settings
+from varlen.train.settings import TrainSettings
 from varlen.train.trainer import train
 
 OLD, NEW = "step-00000002", "step-00000004"

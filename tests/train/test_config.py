@@ -5,14 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields, is_dataclass, replace
+from typing import get_args, get_type_hints
 
 import pytest
 
 import varlen as vl
 from varlen.errors import InputError, SettingError, SourceError
 from varlen.train.claim import claimed
-from varlen.train.settings import DataSettings, RunSettings, read_config, write_example
+from varlen.train.configuration import read_config, write_example
+from varlen.train.settings import DataSettings, RunSettings, TrainSettings
 
 SMALL = """
 [data]
@@ -113,6 +115,24 @@ def test_what_is_wrong_is_said_with_its_key(config, changes, words):
 
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+HINTS = get_type_hints(TrainSettings)
+KINDS = {
+    one.name: next(kind for kind in (HINTS[one.name], *get_args(HINTS[one.name])) if is_dataclass(kind))
+    for one in fields(TrainSettings)
+}
+
+
+@pytest.mark.parametrize("table", KINDS)
+def test_a_setting_of_any_other_table_is_refused_with_the_table_that_has_it(config, table):
+    own = {one.name for one in fields(KINDS[table])}
+    for kind in KINDS.values():
+        for key in {one.name for one in fields(kind)} - own:
+            home = next(name for name, each in KINDS.items() if key in {one.name for one in fields(each)})
+            words = rf"^{table}\.{key} is no setting; the nearest is {home}\.{key}$"
+            with pytest.raises(SettingError, match=words):
+                config(SMALL, f"{table}.{key}=1")
 
 
 def test_what_is_missing_is_said_with_its_key(config):

@@ -1,6 +1,7 @@
 """Daily training: several processes, saves in the background, texts, mixtures, and what a run would do."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from tests.support.training import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from varlen.cost.hardware import Hardware, save_hardware
 from varlen.documents.source import open_source
-from varlen.errors import SettingError
+from varlen.errors import PlanError, SettingError
 from varlen.offline.index import index_source
 from varlen.train import dry_run
+from varlen.train.configuration import as_settings, as_toml, read_config
 from varlen.train.dry_run import forecast
-from varlen.train.settings import TrainSettings, as_settings, as_toml, read_config
+from varlen.train.settings import TrainSettings
 from varlen.train.trainer import train
 
 STILL = {**LLAMA, "attention_dropout": 0.0}
@@ -107,6 +110,28 @@ def test_two_processes_train_the_adapter_that_one_does(store, base, tmp_path, wa
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     for name, weight in weights_of(one).items():
         torch.testing.assert_close(weights_of(two)[name], weight, rtol=1e-3, atol=2e-4)
+
+
+def _muon(store, output, base, **changes):
+    given = {"optimizer__name": "muon", "optimizer__schedule": "constant", "optimizer__warmup_steps": 0}
+    made = table(store, output, run__steps=1, data__micro_batch_size=1, **given, **changes)
+    return {**made, "model": {"path": str(base)}}
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_muon_turns_whole_matrices_however_ranks_share_them(store, base, tmp_path, way):
+    train(_muon(store, tmp_path / "one", base))
+    for process in start_ranks([_muon(store, tmp_path / "two", base, run__parallel=way)], 2, tmp_path):
+        process.join(120)
+        assert process.exitcode == 0, [path.read_text() for path in tmp_path.glob("rank*")]
+
+    before = LlamaForCausalLM.from_pretrained(base).state_dict()
+    one, two = (weights_of(tmp_path / name) for name in ("one", "two"))
+    assert one.keys() <= before.keys()
+    for name, weight in one.items():
+        change, other = weight - before[name], two[name] - before[name]
+        # torch's Muon iterates in bfloat16. Half of a matrix turned by itself would differ by a third.
+        assert (other - change).norm() < 0.03 * change.norm(), name
 
 
 def test_texts_are_written_and_nothing_else_changes(store, tmp_path):
@@ -207,3 +232,74 @@ def test_a_dry_run_of_more_processes_divides_a_step_as_they_would(store, tmp_pat
     found = forecast(settings(store, tmp_path / "run"), processes)
     assert found.processes == processes
     assert found.targets == forecast(settings(store, tmp_path / "run")).targets
+
+
+def card(path, memory_bytes):
+    """A file of hardware with so much memory."""
+    save_hardware(replace(Hardware.named("h100"), name="small", memory_bytes=memory_bytes), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_dry_run_shows_the_plan_that_the_run_makes(store, hardware, tmp_path, precision):
+    plan = {"plan__hardware": hardware, "plan__least_rows": 16, "plan__quick": "micropack"}
+    asked = settings(
+        store, tmp_path / "run", model__settings=STILL, run__precision=precision, run__steps=4, **plan
+    )
+    found = forecast(asked)
+    assert not (tmp_path / "run").exists()
+    notes = Notes()
+    train(asked, notes)
+
+    assert found.plan.words == notes.overviews[0].plans
+    assert found.plan.steps == 4
+    assert found.plan.step_s == pytest.approx(
+        sum(step.plan_simulated_s for step in notes.steps) / 4, rel=1e-6
+    )
+    tokens = sum(step.tokens for step in notes.steps)
+    assert found.plan.tokens_per_s * found.plan.step_s * 4 == pytest.approx(tokens)
+    assert found.state_bytes < found.needed_bytes < found.plan.limit_bytes < found.memory_bytes
+    text = found.words()
+    assert '"micropack" on dp 1 x pp 1' in text
+    assert "tokens/s" in text
+    assert f"{found.memory_bytes / 1e9:.1f} GB (slow), of which plans may use" in " ".join(text.split())
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_dry_run_plans_for_more_processes(store, hardware, tmp_path):
+    plan = {"plan__hardware": hardware, "plan__least_rows": 16}
+    one, four = (
+        forecast(settings(store, tmp_path / "run", model__settings=STILL, **plan, **more), processes)
+        for processes, more in ((1, {}), (4, {"plan__pp": 2}))
+    )
+
+    assert "dp 2 x pp 2" in four.plan.words
+    assert (four.tokens, four.documents, four.targets) == (one.tokens, one.documents, one.targets)
+    assert one.plan.step_s / 4 <= four.plan.step_s * 1.0001 < one.plan.step_s
+    assert four.state_bytes < one.state_bytes
+
+
+def test_a_dry_run_measures_this_machine_and_writes_nothing(store, tmp_path):
+    said = []
+    plan = {"plan__method": "sliced", "plan__calibrate_s": 0.01}
+    found = forecast(settings(store, tmp_path / "run", model__settings=STILL, **plan), note=said.append)
+
+    assert "measuring this machine's kernels" in said[0]
+    assert "rates of this machine's CPU" in found.plan.words
+    assert not (tmp_path / "run").exists()
+
+
+def test_slices_of_one_process_have_no_prices(store, tmp_path):
+    found = forecast(settings(store, tmp_path / "run", model__settings=STILL, plan__slice_tokens=64))
+    assert found.plan.words == 'slices of up to 64 tokens, recompute "full"'
+    assert (found.plan.steps, found.plan.tokens_per_s) == (0, None)
+    assert "predicted" not in found.words()
+    assert found.needed_bytes > 0
+
+
+def test_too_little_memory_for_plans_is_a_sentence_with_the_way_out(store, tmp_path):
+    plan = {"plan__hardware": card(tmp_path / "small.json", 8e5), "plan__recompute": "none"}
+    words = r"plan\.recompute = \"none\" and plan\.offload = \"auto\" limit what fits; set both to \"auto\""
+    with pytest.raises(PlanError, match=words):
+        forecast(settings(store, tmp_path / "run", model__settings=STILL, **plan))
+    assert not (tmp_path / "run").exists()

@@ -15,6 +15,7 @@ import varlen as vl
 from varlen.documents.source import open_source
 from varlen.errors import InputError, SettingError, SourceError
 from varlen.offline.index import index_source
+from varlen.train.dry_run import forecast
 from varlen.train.evaluate import Best
 from varlen.train.trainer import train
 
@@ -192,6 +193,36 @@ def test_a_set_without_labels_is_refused_with_its_name(store, tmp_path):
         (SourceError, InputError), match=r"eval\.sets\.none: the data holds nothing to train on"
     ):
         train(given, Notes())
+
+
+WITHOUT = {
+    "answers that are switched off": {
+        "messages": [
+            {"role": "user", "content": "Why?"},
+            {"role": "assistant", "content": "So.", "weight": 0},
+        ]
+    },
+    "documents of one token": {"input_ids": [5]},
+    "tokens without labels": {"input_ids": [5, 6, 7], "labels": [-100, -100, -100]},
+}
+
+
+@pytest.mark.parametrize("rows", WITHOUT)
+@pytest.mark.parametrize("way", ["packs", "slices", "dry run"])
+def test_every_kind_of_set_without_labels_is_refused_by_name_before_the_first_step(
+    store, tmp_path, rows, way
+):
+    (tmp_path / "none.jsonl").write_text((json.dumps(WITHOUT[rows]) + "\n") * 9)
+    sets = {"none": str(tmp_path / "none.jsonl")}
+    changes = {"data__on_error": "skip", "data__cache": str(tmp_path / "cache")}
+    if way == "slices":
+        changes |= {"plan__slice_tokens": 64, "model__settings": {**LLAMA, "attention_dropout": 0.0}}
+    given = settings(store, tmp_path / "run", eval__sets=sets, **changes)
+    notes = Notes()
+    with pytest.raises((SourceError, InputError), match=r"eval\.sets\.none|none\.jsonl") as refused:
+        forecast(given) if way == "dry run" else train(given, notes)
+    assert "\n" not in str(refused.value)
+    assert notes.steps == []
 
 
 def test_a_set_that_isnt_there_is_refused_before_the_first_step(store, tmp_path):

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import varlen as vl
 from varlen.errors import SettingError, StateError
+from varlen.train.dry_run import forecast
 from varlen.train.trainer import train
 
 # peft itself, by which these tests compare, uses a name that transformers 5.23 deprecates.
@@ -152,6 +153,19 @@ def test_only_the_adapter_is_trained_and_this_is_shown(run):
 def test_adapters_that_cant_be_are_refused(store, base, tmp_path, adapter, words):
     with pytest.raises(SettingError, match=words):
         train(given(store, base, tmp_path / "run", adapter=adapter), Notes())
+
+
+@pytest.mark.parametrize("target", ["q_prj", "model.layers.7.mlp.up_proj", "self_attn.q", "Q_PROJ"])
+@pytest.mark.parametrize("asked", [forecast, train], ids=["dry run", "run"])
+def test_a_target_that_matches_nothing_is_refused_with_the_layers_that_there_are(
+    store, base, tmp_path, target, asked
+):
+    words = (
+        rf"names '{target}', which no layer of this model is called; the nearest is .* \(its linear layers: "
+    )
+    with pytest.raises(SettingError, match=words):
+        asked(given(store, base, tmp_path / "run", adapter={"targets": ["v_proj", target]}))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("change", [{"rank": 8}, None])

@@ -11,7 +11,7 @@ from tests.support import hf_models
 from tests.support.rarely import mostly
 from tests.support.sliced import take_gradients, tiny
 from tests.support.trainers import Recorder, arguments, furthest, gradients_of, logged, packed_loader
-from tests.support.training import Notes, metrics_of, start_ranks, table
+from tests.support.training import Notes, metrics_of, start_ranks, table, write_hardware
 from tests.support.weighted_rows import chats, expected, write
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig
@@ -27,7 +27,8 @@ from varlen.adapters.torchtitan import PackedDataLoader, trainer_batch
 from varlen.documents.source import open_source
 from varlen.errors import SettingError
 from varlen.offline.index import index_source
-from varlen.train.settings import TrainSettings, as_settings
+from varlen.train.configuration import as_settings
+from varlen.train.settings import TrainSettings
 from varlen.train.step import BLOCK, target_loss_sum
 from varlen.train.trainer import train
 
@@ -220,6 +221,47 @@ def test_a_planned_run_trains_the_weighted_loss(store, tmp_path):
     for one, other in zip(alone.steps, notes.steps, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=1e-5)
         assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+
+
+def planned_table(store, output, plan):
+    sets = {"eval__sets": {"same": str(store)}, "eval__every": 1, "eval__lengths": [40, 80]}
+    return run_table(store, output, data__micro_batch_size=1, **sets) | (
+        {} if plan is None else {"plan": plan}
+    )
+
+
+def evaluations_of(output: Path) -> list[Any]:
+    return [
+        json.loads(line)["sets"]["same"] for line in (output / "evaluations.jsonl").read_text().splitlines()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        ({"slice_tokens": 24}, 1),
+        ({"method": "sliced", "pp": 2, "least_rows": 16}, 2),
+        ({"method": "micropack", "least_rows": 16}, 2),
+    ],
+    ids=["slices", "stages", "ranks"],
+)
+def test_slices_evaluate_the_weighted_loss_of_whole_packs(store, tmp_path, plan, ranks):
+    if "slice_tokens" not in plan:
+        plan = plan | {"hardware": write_hardware(tmp_path / "slow.json")}
+    tables = [planned_table(store, tmp_path / name, how) for name, how in (("packs", None), ("plans", plan))]
+    train(as_settings(TrainSettings, tables[0], ""), Notes())
+    for process in start_ranks([tables[1]], ranks, tmp_path):
+        process.join(240)
+        assert process.exitcode == 0, [path.read_text() for path in tmp_path.glob("rank*")]
+
+    whole, planned = (evaluations_of(tmp_path / name) for name in ("packs", "plans"))
+    for one, other in zip(whole, planned, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert other["targets"] == pytest.approx(one["targets"])
+        assert other["targets"] != round(other["targets"])  # weights aren't all 1
+        for part, same in zip(one["by_length"], other["by_length"], strict=True):
+            assert (same["documents"], same["targets"]) == (part["documents"], pytest.approx(part["targets"]))
+            assert same["loss"] == (None if part["loss"] is None else pytest.approx(part["loss"], rel=1e-4))
 
 
 def test_losses_in_blocks_are_those_of_all_logits():

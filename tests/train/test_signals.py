@@ -313,6 +313,46 @@ def test_killed_at_any_call_on_the_disk_a_run_goes_on_with_the_same_bits(undistu
     assert [name for name in steps_of(tmp_path / "run") if name.startswith(".")] == []
 
 
+ALL_THREE = {
+    **SHORT,
+    "run__steps": 8,
+    "run__save_in_background": True,
+    "eval__every": 2,
+    "eval__keep_best": True,
+    "adapter__rank": 4,
+    "adapter__dropout": 0.1,
+    "adapter__export": "merged",
+}
+
+
+def test_a_killed_run_of_an_adapter_with_evaluations_and_background_saves_ends_with_the_same_bits(
+    store, tmp_path
+):
+    sets = {"eval__sets": {"same": str(store)}}
+    made = table(store, tmp_path / "run", **ALL_THREE, **sets)
+    train(settings(store, tmp_path / "whole", **ALL_THREE, **sets), Notes())
+    metrics, kills = tmp_path / "run/metrics.jsonl", 0
+    for lines in (2, 4, 5, 7):
+        process, until = start_training(made), time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= lines):
+            if process.exitcode is not None:  # it ended before it was seen
+                break
+            assert time.monotonic() < until, "the run is too slow"
+            time.sleep(0.002)
+        process.kill()  # SIGKILL, from outside
+        kills += finished(process) == -signal.SIGKILL
+    assert kills >= 2
+    assert finished(start_training(made)) == 0
+
+    same_end(tmp_path / "whole", tmp_path / "run")
+    one, other = (
+        [{**json.loads(line), "seconds": 0} for line in (tmp_path / name / "evaluations.jsonl").open()]
+        for name in ("whole", "run")
+    )
+    assert one == other
+    assert [each["step"] for each in one] == [2, 4, 6, 8]
+
+
 def usual_s(store, folder):
     """Seconds that an undisturbed run takes, from its process on; the first one also starts what starts processes."""
     for number in range(2):

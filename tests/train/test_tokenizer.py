@@ -62,7 +62,8 @@ def model(tmp_path) -> Path:
 def settings_of(source: Path, output: Path, model: Any, **changes: Any) -> Any:
     from tests.support.training import table
 
-    from varlen.train.settings import TrainSettings, as_settings
+    from varlen.train.configuration import as_settings
+    from varlen.train.settings import TrainSettings
 
     made = table(source, output, **changes)
     made["model"] = {"path": str(model)} if not isinstance(model, dict) else model
@@ -273,7 +274,8 @@ def test_ready_tokens_of_no_tokenizer_ask_for_the_size_of_the_vocabulary(tmp_pat
 
 
 def test_a_name_on_the_hub_is_a_model_and_its_tokenizer(texts, model, tmp_path):
-    place = tmp_path / "hub" / "models--org--tiny"
+    (model / "generation_config.json").write_text('{"temperature": 0.7, "do_sample": true}')
+    place = tmp_path / "home" / "hub" / "models--org--tiny"
     (place / "snapshots").mkdir(parents=True)
     (place / "refs").mkdir()
     (place / "refs" / "main").write_text("0" * 40)
@@ -284,14 +286,21 @@ def test_a_name_on_the_hub_is_a_model_and_its_tokenizer(texts, model, tmp_path):
         f'[model]\npath = "org/tiny"\n[run]\noutput = "{tmp_path / "run"}"\nsteps = 1\n'
     )
 
-    done = subprocess.run(
-        [sys.executable, "-m", "varlen", "train", str(config)], capture_output=True, text=True, check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")},
-    )  # fmt: skip
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    environment.pop("HF_HUB_CACHE", None)
+    adapter = ["--set", "adapter.rank=2", "--set", f"run.output={tmp_path / 'adapter'}"]
+    for more in ([], adapter):
+        command = [sys.executable, "-m", "varlen", "train", str(config), *more]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert "bytes" not in done.stderr
 
-    assert done.returncode == 0, done.stderr
-    assert "bytes" not in done.stderr
-    assert same_ids(tmp_path / "run" / "model", place / "snapshots" / ("0" * 40))
+    for name in ("run", "adapter"):
+        folder = tmp_path / name / "model"
+        assert same_ids(folder, place / "snapshots" / ("0" * 40))
+        assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.7
+    made_for = json.loads((tmp_path / "adapter" / "model" / "adapter_config.json").read_text())
+    assert made_for["base_model_name_or_path"] == "org/tiny"
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "a/b/c", "/nowhere", "no such model"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task
 from rich.table import Table
 from rich.text import Text
@@ -58,16 +58,21 @@ def fitted(parts: list[Part], width: int) -> list[Part]:
 
 
 class FittedLine(ProgressColumn):
-    """A spinner, a bar where there is room, and such words as fit."""
+    """A spinner, a bar where there is room, and such words as fit; more words in a line below."""
 
-    def __init__(self, console: Console, words: Callable[[Task], list[Part]]) -> None:
-        """Take where it is drawn, and what it says of a task."""
+    def __init__(
+        self,
+        console: Console,
+        words: Callable[[Task], list[Part]],
+        below: Callable[[Task], list[Part]] | None = None,
+    ) -> None:
+        """Take where it is drawn, what it says of a task, and what it says in the line below."""
         super().__init__()
-        self._console, self._words = console, words
+        self._console, self._words, self._below = console, words, below
         self._spinner, self._bar = SpinnerColumn(), BarColumn(bar_width=_BAR)
 
-    def render(self, task: Task) -> Table:
-        """Draw the line."""
+    def render(self, task: Task) -> RenderableType:
+        """Draw the line, or both."""
         room = self._console.width - _SPINNER - 1
         parts = self._words(task)
         shown = fitted(parts, room)
@@ -76,7 +81,11 @@ class FittedLine(ProgressColumn):
         cells = [Text(part.words, style=part.style, no_wrap=True, overflow="ellipsis") for part in shown]
         has_bar = len(shown) == sum(bool(part.words) for part in parts) and used + _BAR <= room
         line.add_row(self._spinner.render(task), *([self._bar.render(task)] if has_bar else []), *cells)
-        return line
+        more = [] if self._below is None else fitted(self._below(task), room)
+        if not more:
+            return line
+        words = (" " * _GAP).join(part.words for part in more)
+        return Group(line, Text(" " * (_SPINNER + 1) + words, no_wrap=True))
 
 
 def clock(seconds: float | None) -> str:

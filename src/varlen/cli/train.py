@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +18,14 @@ from varlen.cli.options import print_json
 from varlen.cli.progress import FittedLine, Part, clock, require_training
 from varlen.counts import many
 from varlen.errors import SettingError
+from varlen.train.callbacks import Callback, RunOverview, Totals, TrainSummary
 
 if TYPE_CHECKING:
     from varlen.train.evaluate import Evaluation, LengthLoss
     from varlen.train.metrics import StepMetrics
-    from varlen.train.trainer import RunDisplay, RunOverview, Totals, TrainSummary
+
+_NO_BREAK = "\u00a0"
+_ENDS = {"data": "the data ended", "patience": "the loss of evaluations fell no more, and training ended"}
 
 
 def train(
@@ -62,7 +67,7 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Read data and model, print steps and memory, and stop: nothing is trained.",
+            help="Read data and model, plan steps, print them and memory, and stop: nothing is trained.",
         ),
     ] = False,
     processes: Annotated[
@@ -87,7 +92,7 @@ def train(
     [bold]Then:[/]  varlen train config.toml --set run.steps=100, or
     torchrun --standalone --nproc-per-node 2 -m varlen train config.toml
     """
-    from varlen.train.settings import as_toml, read_config, write_example
+    from varlen.train.configuration import as_toml, read_config, write_example
 
     check_asked(config, init, changes or [])
     if init is not None:
@@ -105,7 +110,7 @@ def train(
     if dry_run:
         from varlen.train.dry_run import forecast
 
-        found = forecast(settings, processes)
+        found = forecast(settings, processes, lambda sentence: print(sentence, file=sys.stderr))
         print_json(found.to_json()) if as_json else print(found.words())
         return
     from varlen.train.trainer import train as run
@@ -146,7 +151,8 @@ def _print_summary(summary: TrainSummary) -> None:
         if overview.plans is not None:
             print(f"  {_plan_words(totals)}")
         if overview.steps is not None and summary.steps < overview.steps:
-            print(f"  the data ended at step {summary.steps:,} of {overview.steps:,}; {_to_go_on(summary)}")
+            ended = f"{_ENDS[summary.ended_by]} at step {summary.steps:,} of {overview.steps:,}"
+            print(f"  {ended}; {_to_go_on(summary)}")
     if summary.best is not None:
         print(
             f"  the lowest loss of an evaluation: {summary.best.loss:.4f}, after step {summary.best.step:,}"
@@ -173,6 +179,8 @@ def _plan_words(totals: Totals) -> str:
 
 def _to_go_on(summary: TrainSummary) -> str:
     """Return which setting to raise so that the run continues."""
+    if summary.ended_by == "patience":
+        return "raise eval.patience to go on"
     steps = summary.overview.steps
     is_short = steps is None or summary.steps < steps
     return f"raise run.{'epochs' if is_short else 'steps'} to go on"
@@ -182,13 +190,14 @@ def _to_go_on(summary: TrainSummary) -> str:
 
 
 @contextmanager
-def run_display(every: int) -> Iterator[RunDisplay]:
+def run_display(every: int) -> Iterator[Callback]:
     """Yield what displays a run: a live bar on a terminal, or a line every few steps elsewhere."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal or os.environ.get("RANK", "0") != "0":
         yield Lines(console, every)
         return
-    with Progress(FittedLine(console, live_parts), console=console, transient=True) as bar:
+    line = FittedLine(console, live_parts, step_parts)
+    with Progress(line, console=console, transient=True) as bar:
         yield Live(console, bar)
 
 
@@ -198,7 +207,9 @@ def overview_words(run: RunOverview) -> str:
     steps = "to the end of the data" if run.steps is None else f"{run.steps:,} steps"
     trained = f" ({run.num_trained:,} trained)" if run.num_trained < run.num_parameters else ""
     since = f", going on after step {run.resumed_from:,}" if run.resumed_from else ""
+    fused = run.cross_entropy not in (None, "torch")
     how = f'attention "{run.attention}"' if run.plans is None else f"in slices by plans: {run.plans}"
+    how += f', cross-entropy "{run.cross_entropy}"' if fused else ""
     return (
         f"{run.model}, {run.num_parameters:,} parameters{trained}, {run.precision} on {processes} of {run.device}, "
         f"{how}; {steps}{since}"
@@ -225,7 +236,7 @@ def evaluation_words(evaluation: Evaluation) -> str:
         lines.append(f"  {name}: {found.loss:.4f} over {many(found.documents, 'document')}")
         parts = [part for part in found.by_length if part.loss is not None]
         if len(parts) > 1:
-            by_length = (f"{length_words(part)} {part.loss:.4f}" for part in parts)
+            by_length = (f"{length_words(part)} {part.loss:.4f}".replace(" ", _NO_BREAK) for part in parts)
             lines.append(f"    by tokens: {', '.join(by_length)}")
     return "\n".join(lines)
 
@@ -237,82 +248,101 @@ def length_words(part: LengthLoss) -> str:
     return f"up to {part.up_to:,}:" if not part.above else f"{part.above + 1:,} to {part.up_to:,}:"
 
 
-class Lines:
+def wrapped(text: str, width: int) -> str:
+    """Return text in lines of a width, broken at spaces, the rest of a line indented."""
+    lines = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip(" ")) + 2)
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    return "\n".join(lines).replace(_NO_BREAK, " ")
+
+
+class Lines(Callback):
     """Writes a line every few steps."""
+
+    may_stop = False
 
     def __init__(self, console: Console, every: int) -> None:
         """Take where to write, and the steps between two lines."""
         self._console, self._every, self._steps = console, every, 0
 
-    def begin(self, overview: RunOverview) -> None:
+    def on_begin(self, overview: RunOverview) -> None:
         """Print the overview of the run."""
-        self._console.print(overview_words(overview), markup=False, soft_wrap=True)
+        self.on_note(overview_words(overview))
         self._steps, self._last = overview.resumed_from, overview.steps
 
-    def step(self, metrics: StepMetrics) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         """Print the metrics of the first and last step, and of every n-th."""
         is_first, self._steps = metrics.step == self._steps + 1, -2
         if is_first or metrics.step % self._every == 0 or metrics.step == self._last:
-            self._console.print(f"step {metrics.step:,}  {step_words(metrics)}", markup=False, soft_wrap=True)
+            self.on_note(f"step {metrics.step:,}  {step_words(metrics)}")
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def on_evaluate(self, evaluation: Evaluation) -> None:
         """Print the losses of an evaluation."""
-        self._console.print(evaluation_words(evaluation), markup=False, soft_wrap=True)
+        self.on_note(evaluation_words(evaluation).replace(_NO_BREAK, " "))
 
-    def note(self, sentence: str) -> None:
-        """Print another sentence."""
+    def on_note(self, sentence: str) -> None:
+        """Print a sentence."""
         self._console.print(sentence, markup=False, soft_wrap=True)
 
 
 def live_parts(task: Task) -> list[Part]:
-    """Return what is drawn of a run: step and time left whatever the width, the last step as far as it fits."""
-    metrics: StepMetrics | None = task.fields.get("metrics")
+    """Return what the first line says of a run: step and time left whatever the width."""
     total = "" if task.total is None else f"/{task.total:,.0f}"
     if task.total is None and not task.completed:
         return [Part(words=task.description, rank=0)]
-    parts = [
+    has_begun = "metrics" in task.fields
+    return [
         Part(words=f"step {task.completed:,.0f}{total}", rank=0),
         Part(words="" if task.total is None else f"left {clock(task.time_remaining)}", rank=0),
+        Part(words=f"{clock(task.elapsed)} so far" if has_begun else task.description, rank=1),
     ]
+
+
+def step_parts(task: Task) -> list[Part]:
+    """Return what the second line says of the last step, as far as it fits."""
+    metrics: StepMetrics | None = task.fields.get("metrics")
     if metrics is None:
-        return [*parts, Part(words=task.description, rank=1)]
+        return []
     waiting = 100 * metrics.data_wait_s / metrics.step_s if metrics.step_s else 0.0
     return [
-        *parts,
-        Part(words=f"loss {metrics.loss:.4f}", rank=1),
-        Part(words=f"{metrics.tokens_per_s:,.0f} tokens/s", rank=2),
+        Part(words=f"loss {metrics.loss:.4f}", rank=0),
+        Part(words=f"{metrics.tokens_per_s:,.0f} tokens/s", rank=1),
         Part(words="" if metrics.mfu is None else f"MFU {100 * metrics.mfu:.1f} %", rank=2),
-        Part(words=f"{waiting:.1f} % waiting", rank=3),
-        Part(words=f"lr {metrics.learning_rate:.2g}", rank=4),
+        Part(words=f"lr {metrics.learning_rate:.2g}", rank=3),
         Part(words="" if metrics.peak_bytes is None else f"{metrics.peak_bytes / 1e9:.1f} GB", rank=4),
-        Part(words=f"{100 * metrics.fill:.1f} % full", rank=4),
-        Part(words=f"{clock(task.elapsed)} so far", rank=5),
+        Part(words=f"{waiting:.1f} % waiting", rank=5),
+        Part(words=f"{100 * metrics.fill:.1f} % full", rank=6),
     ]
 
 
-class Live:
+class Live(Callback):
     """Draws a bar with how the last step went."""
+
+    may_stop = False
 
     def __init__(self, console: Console, bar: Progress) -> None:
         """Take where to draw."""
         self._console, self._bar = console, bar
         self._task: TaskID = bar.add_task("building the model", total=None)
 
-    def begin(self, overview: RunOverview) -> None:
+    def on_begin(self, overview: RunOverview) -> None:
         """Print the overview of the run, and set the bar to its first step."""
-        self._console.print(overview_words(overview), markup=False)
+        self.on_note(overview_words(overview))
         self._bar.update(
             self._task, total=overview.steps, completed=overview.resumed_from, description="first batch"
         )
 
-    def step(self, metrics: StepMetrics) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         """Move the bar."""
         self._bar.update(self._task, completed=metrics.step, metrics=metrics)
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def on_evaluate(self, evaluation: Evaluation) -> None:
         """Print the losses of an evaluation above the bar."""
-        self._console.print(evaluation_words(evaluation), markup=False)
+        self.on_note(evaluation_words(evaluation))
 
-    def note(self, sentence: str) -> None:
-        """Print another sentence above the bar, where nothing is cut."""
-        self._console.print(sentence, markup=False)
+    def on_note(self, sentence: str) -> None:
+        """Print a sentence above the bar, where nothing is cut."""
+        self._console.print(wrapped(sentence, self._console.width), markup=False, soft_wrap=True)

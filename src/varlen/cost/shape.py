@@ -654,6 +654,27 @@ def step_flops(
     )
 
 
+def adapter_flops(
+    model: ModelShape, lengths: npt.ArrayLike, parameters: int, backward_share: float = 1.0
+) -> float:
+    """Return FLOPs for MFU of training an adapter on whole documents once: frozen weights have no gradients.
+
+    A frozen parameter and row take 2 forward and 2 backward, one of the adapter 2 and 4. It counts the gradients of
+    all inputs of the layers that it passes backward, two projections of the lowest one too many.
+
+    Args:
+        model: without the adapter.
+        lengths: of the documents.
+        parameters: of the adapter.
+        backward_share: share of the layers that are passed backward: those from the lowest adapted one on.
+    """
+    stops = np.asarray(lengths, np.float64)
+    attention, linear = (float(each.sum()) for each in _forward(model, np.zeros_like(stops), stops))
+    head = 2.0 * model.head_parameters * float(stops.sum())
+    layers = attention * (1.0 + 2.0 * backward_share) + (linear - head) * (1.0 + backward_share)
+    return layers + 2.0 * head + 6.0 * parameters * float(stops.sum())
+
+
 def _forward(model: ModelShape, starts: FloatArray, stops: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return forward FLOPs of attention and of matrix products, all layers and the head, `[num_slices]` each."""
     per_pair = 2.0 * model.heads * (model.head_dim + model.value_head_dim)

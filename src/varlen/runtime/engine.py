@@ -84,6 +84,12 @@ class Evaluation:
     """float64 `[num_segments]`: as `StepStats.document_losses`; None unless asked for."""
     document_targets: IntArray | None
     """int64 `[num_segments]`: the number of each document's targets; None unless their losses are asked for."""
+    document_sums: FloatArray | None
+    """float64 `[num_segments]`: the sum of each document's losses, each times the weight of its row
+    (`batch.target_weights`); None unless they are asked for."""
+    document_weights: FloatArray | None
+    """float64 `[num_segments]`: the sum of these weights, which is the number of targets where rows have none; None
+    unless losses are asked for."""
     log_probs: torch.Tensor | None
     """float32 or wider, of the shape of `batch.labels`: each label's log-probability, 0 where there is none. None
     unless asked for, and on ranks that don't hold the last layers."""
@@ -278,13 +284,14 @@ class SliceEngine:
             batch, plan, keeps_losses=keeps_losses, gives_tokens=log_probs, is_forward_only=True
         )
         losses, of_tokens = totals.document_losses, totals.token_losses
+        found = losses.cpu().numpy() if document_losses and losses is not None else None
         return Evaluation(
             loss=totals.loss,
             num_targets=totals.num_targets,
-            document_losses=means(losses) if document_losses and losses is not None else None,
-            document_targets=losses[1].long().cpu().numpy()
-            if document_losses and losses is not None
-            else None,
+            document_losses=None if found is None or losses is None else means(losses),
+            document_targets=None if found is None else found[1].astype(np.int64),
+            document_sums=None if found is None else found[2],
+            document_weights=None if found is None else found[3],
             log_probs=None if of_tokens is None else _at_labels(batch, 0.0 - of_tokens),
         )
 

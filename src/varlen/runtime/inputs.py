@@ -69,18 +69,22 @@ class StepInputs:
         return replace(self.data, weights=weights * spread)
 
     def losses_by_document(self, token_losses: torch.Tensor, *, is_counted: bool) -> torch.Tensor:
-        """Return the sum of each document's losses that were computed here, and its number of targets.
+        """Return the sums of each document's losses that were computed here, and its number of targets.
 
         Args:
             token_losses: `[num_tokens]`; 0 where another process computed it.
             is_counted: whether this process counts its own documents.
 
         Returns:
-            float64 `[2, num_documents]`.
+            float64 `[4, num_documents]`: sums of losses, targets, sums of losses times the weights of their rows, and
+            sums of these weights.
         """
         known = (self.data.labels != IGNORED).double()
-        counts = np.where(self.own, self._by_document(known), 0.0) * is_counted
-        return torch.tensor(np.stack([self._by_document(token_losses), counts]), device=token_losses.device)
+        weights = known if self.weighting is None else self.data.weights
+        sums = [self._by_document(each) for each in (token_losses, known, token_losses * weights, weights)]
+        for counts in sums[1::2]:
+            counts *= self.own * is_counted
+        return torch.tensor(np.stack(sums), device=token_losses.device)
 
     @property
     def num_targets(self) -> int:
@@ -94,9 +98,9 @@ class StepInputs:
         return sums
 
 
-def means(sums_and_counts: torch.Tensor) -> FloatArray:
+def means(by_document: torch.Tensor) -> FloatArray:
     """Return the mean loss of each document's targets, float64 `[num_documents]`; NaN without any."""
-    sums, counts = sums_and_counts.cpu().numpy()
+    sums, counts = by_document[:2].cpu().numpy()
     found: FloatArray = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
     return found
 

@@ -20,6 +20,7 @@ from varlen.errors import SettingError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.regular import open_regular
 from varlen.train.checkpoint import Checkpoint, newest
+from varlen.train.configuration import flat
 from varlen.train.model import described
 from varlen.train.parallel import Ranks
 from varlen.train.settings import RunSettings, TrainSettings
@@ -57,8 +58,8 @@ def check_unchanged(
     """
     was, now = found.manifest.get("settings"), json.loads(json.dumps(asdict(settings)))
     words = [*([] if found.words is None else [found.words]), *_unknown(found, settings)]
-    before: dict[str, Any] = dict(_flat(was)) if isinstance(was, Mapping) else {}
-    after = dict(_flat(now))
+    before: dict[str, Any] = dict(flat(was)) if isinstance(was, Mapping) else {}
+    after = dict(flat(now))
     before.setdefault("run.seed", found.manifest.get("seed"))
     before.setdefault("optimizer.name", optimizer_of(found))
     changed = {
@@ -159,16 +160,6 @@ def _differ(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> b
 
 def _was(name: str, before: Any, after: Any) -> str:
     return f"{name} was {before!r} and is {after!r}"
-
-
-def _flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings by their dotted names."""
-    for key, value in table.items():
-        dotted = f"{name}.{key}" if name else key
-        if isinstance(value, Mapping) and dotted not in ("data.columns", "data.chat_template_kwargs"):
-            yield from _flat(value, dotted)
-        else:
-            yield dotted, value
 
 
 def _other_model(

@@ -8,7 +8,10 @@
       model/           the trained model with its tokenizer, `model.py`
       metrics.jsonl    one line a step, `metrics.py`
       evaluations.jsonl   one line an evaluation, `evaluate.py`
+      samples.jsonl    one line a text, `samples.py`
       trackers.json    the run's names in trackers, `trackers.py`
+      tensorboard/     files of TensorBoard, which it writes
+      wandb/           files of Weights & Biases, which it writes
       plans.json       how steps were planned, `plans.py`
       hardware.json    rates of this machine, where they were measured
 """

@@ -135,19 +135,14 @@ class Evaluator:
                 of_set = tokenizer_of_set(name, data, tokenizer)
                 loader = stack.enter_context(open_loader(asked, config, of_set, ranks, plans, epochs=1))
                 self._sets[name] = (loader, loader.state_dict())
-                self._check(name, is_planned=plans is not None)
+                self._check(name)
             except InputError as error:
                 named = str(error) if name in str(error) else f"eval.sets.{name}: {error}"
                 raise SettingError(named) from error
 
-    def _check(self, name: str, *, is_planned: bool) -> None:
+    def _check(self, name: str) -> None:
         """Refuse a set without targets before anything is trained; all ranks read alike."""
         loader, begin = self._sets[name]
-        if is_planned and loader.has_weights:
-            raise SettingError(
-                f"the rows of eval.sets.{name} have weights, and [plan] evaluates without them; set "
-                "data.row_weights = false, or leave [plan] out"
-            )
         if not any(batch.step_num_targets for batch in loader):
             raise SourceError(
                 f"eval.sets.{name} ({self._settings.sets[name]}) has no target: no document of two tokens or more, "

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from varlen.cost.hardware import MACHINES
-from varlen.cost.shape import ModelShape, step_flops
+from varlen.cost.shape import ModelShape, adapter_flops, step_flops
 from varlen.errors import SettingError, VarlenError
 from varlen.files.ours import is_there, open_own
 
@@ -50,8 +50,8 @@ class StepMetrics:
     step_s: float
     """On the slowest rank, waiting included."""
     mfu: float | None = None
-    """FLOPs of the model, without any that are computed again, over the peak of all devices; None where the peak or
-    the model's shape isn't known, and of adapters."""
+    """FLOPs of the model over the peak of all devices. What is computed again isn't counted; of an adapter's run, nor
+    are gradients of frozen weights. None where the peak or the model's shape isn't known."""
     peak_bytes: int | None = None
     """Most memory that tensors took on a GPU; None on CPUs."""
     plan_method: str | None = None
@@ -72,11 +72,28 @@ class StepMetrics:
 class Utilization:
     """Counts the FLOPs of steps, and compares them with what the devices could do at most."""
 
-    def __init__(self, config: Any, device: torch.device, peak_tflops: float | None) -> None:
-        """Take the model's configuration (None to count nothing), the device, and its peak where that is given."""
+    def __init__(
+        self,
+        config: Any,
+        device: torch.device,
+        peak_tflops: float | None,
+        *,
+        adapter_parameters: int = 0,
+        backward_share: float = 1.0,
+    ) -> None:
+        """Take what is trained, and where.
+
+        Args:
+            config: the model's configuration.
+            device: of this process.
+            peak_tflops: its peak, where that is given.
+            adapter_parameters: parameters of the adapter that alone is trained; 0 for none.
+            backward_share: see `adapter_flops`.
+        """
         self._peak = peak_tflops or _peak_tflops(device)
+        self._adapter = (adapter_parameters, backward_share)
         self._shape: ModelShape | None = None
-        if self._peak is not None and config is not None:
+        if self._peak is not None:
             with suppress(VarlenError):  # a model whose shape isn't known has no count
                 self._shape = ModelShape.from_config(config)
 
@@ -85,6 +102,8 @@ class Utilization:
         if self._shape is None or not lengths:
             return 0.0
         every = [np.asarray(each.cpu() if isinstance(each, torch.Tensor) else each) for each in lengths]
+        if self._adapter[0]:
+            return adapter_flops(self._shape, np.concatenate(every), *self._adapter)
         return step_flops(self._shape, np.concatenate(every)).model
 
     def mfu(self, flops: float, seconds: float, world_size: int) -> float | None:
@@ -107,7 +126,7 @@ class MetricsFile:
     """A file of lines in the order of steps, which the first rank writes."""
 
     def __init__(self, path: Path, after: int, kind: type[Any] = StepMetrics) -> None:
-        """Open the file, and cut off lines of steps after `after`.
+        """Open the file, and cut off lines of steps after `after`; `seen` is the last step that it held, or -1.
 
         Args:
             path: of the file.
@@ -118,7 +137,7 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_own(path, _OUT)
             try:
-                end = _end_of(self._file, path, after, kind)
+                end, self.seen = _end_of(self._file, path, after, kind)
             except BaseException:
                 self._file.close()
                 raise
@@ -154,9 +173,9 @@ def check_lines(path: Path, kind: type[Any] = StepMetrics) -> None:
         raise SettingError(f"{path} can't be written: {error.strerror}; {_OUT}") from None
 
 
-def _end_of(file: IO[bytes], path: Path, after: int, kind: type[Any]) -> int:
-    """Return the end of the last whole line of a step up to `after`."""
-    end = 0
+def _end_of(file: IO[bytes], path: Path, after: int, kind: type[Any]) -> tuple[int, int]:
+    """Return the end of the last whole line of a step up to `after`, and the step of the last whole line."""
+    end, seen = 0, -1
     is_before = True
     for number, line in enumerate(file, start=1):
         step = _step_of(line, kind)
@@ -167,7 +186,8 @@ def _end_of(file: IO[bytes], path: Path, after: int, kind: type[Any]) -> int:
             )
         is_before = is_before and step is not None and step <= after and line.endswith(b"\n")
         end += len(line) if is_before else 0
-    return end
+        seen = seen if step is None else step
+    return end, seen
 
 
 def _step_of(line: bytes, kind: type[Any]) -> int | None:

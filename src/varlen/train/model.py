@@ -220,11 +220,16 @@ def embedding_names(model: Any) -> set[str]:
 
 
 def copy_generation(settings: ModelSettings, folder: Path) -> None:
-    """Copy a model folder's generation settings, such as stop tokens, beside the trained model."""
-    source, is_here = _source(settings.path or "")
-    stored = Path(source) / "generation_config.json"
-    if settings.path is not None and is_here and stored.is_file():
-        shutil.copyfile(stored, folder / stored.name)
+    """Copy a model's generation settings, such as stop tokens, beside the trained model."""
+    if settings.path is None:
+        return
+    source, is_here = _source(settings.path)
+    name = "generation_config.json"
+    # A run of days doesn't fail at its end because the hub can't be reached.
+    lenient = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+    stored = cached_file(source, name, local_files_only=is_here, **lenient)
+    if stored is not None:
+        shutil.copyfile(stored, folder / name)
 
 
 def described(config: Any) -> Mapping[str, Any]:

@@ -34,7 +34,7 @@ from varlen.runtime.engine import SLICE_TOKENS, SliceEngine
 from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.split import check_ranks, cut_to_stage, devices_of, divide_layers
 from varlen.simulate.api import simulate
-from varlen.step_plan import Mesh, Offload, Recompute, Sharding, StepPlan
+from varlen.step_plan import Mesh, Offload, PlanMethod, Recompute, Sharding, StepPlan
 from varlen.train.affordable import affordable
 from varlen.train.model import as_saved, bare_model
 from varlen.train.parallel import Ranks, sharded
@@ -170,29 +170,13 @@ def plans_of(
             'index) and name the store as data.source, or set data.mode = "indexed"'
         )
     if plan.is_even and ranks.world_size == 1:
-        return _even_slices(plan)
-    model = bare_model(config)
-    if mesh.cp > 1 or mesh.tp > 1:  # what the engine would say after planning
-        check_ranks(model, mesh)
-    shape = ModelShape.from_config(config)
-    check_mesh(shape, mesh)
-    num_parameters = sum(each.numel() for each in model.parameters())
-    if abs(shape.num_parameters - num_parameters) > _MOST_UNKNOWN * num_parameters:
-        note(
-            f"plans count {shape.num_parameters:,} parameters, and this {shape.name} model has {num_parameters:,}: "
-            "predicted times and memory are as far off"
-        )
-    cost = _cost_of(settings, plan, shape, mesh, ranks, note) if ranks.is_first else None
-    method = plan.method or "micropack"
-    words = f'"{method}" on dp {mesh.dp} x pp {mesh.pp}'
-    words += f" x cp {mesh.cp}" if mesh.cp > 1 else ""
-    words += f" x tp {mesh.tp}" if mesh.tp > 1 else ""
-    words += f" x {mesh.virtual_stages} chunks" if mesh.virtual_stages > 1 else ""
-    words += f', recompute "{plan.recompute}", offload "{plan.offload}"'
-    words += ", no shared documents" if mesh.dp > 1 and not plan.merges else ""
-    if cost is None:
+        return even_slices(plan)
+    shape = shape_of(config, mesh, note)
+    words = words_of(plan, mesh)
+    if not ranks.is_first:
         return RunPlans(PlansOfAnotherRank(), words)
-    search = Search(merges=plan.merges, least_rows=plan.least_rows)
+    cost = cost_of(settings, shape, mesh, ranks.device, note)
+    search, method = search_of(plan), method_of(plan)
     # The quick plan needs no close search, unless it must equal the plan of the same method.
     quick = search if plan.quick == method else replace(search, closely=False)
     ways: dict[str, Any] = {"cost": cost, "mesh": mesh, "recompute": plan.recompute, "offload": plan.offload}
@@ -214,7 +198,43 @@ def plans_of(
     return RunPlans(planner, words, cost=cost, path=path, of_evaluation=of_evaluation)
 
 
-def _even_slices(plan: PlanSettings) -> RunPlans:
+def shape_of(config: Any, mesh: Mesh, note: Callable[[str], object]) -> ModelShape:
+    """Return the shape by which a model's steps are priced; refuses a mesh that can't divide the model."""
+    model = bare_model(config)
+    if mesh.cp > 1 or mesh.tp > 1:  # what the engine would say after planning
+        check_ranks(model, mesh)
+    shape = ModelShape.from_config(config)
+    check_mesh(shape, mesh)
+    num_parameters = sum(each.numel() for each in model.parameters())
+    if abs(shape.num_parameters - num_parameters) > _MOST_UNKNOWN * num_parameters:
+        note(
+            f"plans count {shape.num_parameters:,} parameters, and this {shape.name} model has {num_parameters:,}: "
+            "predicted times and memory are as far off"
+        )
+    return shape
+
+
+def method_of(plan: PlanSettings) -> PlanMethod:
+    """Return the method of a run's plans."""
+    return plan.method or "micropack"
+
+
+def search_of(plan: PlanSettings) -> Search:
+    """Return how plans are searched."""
+    return Search(merges=plan.merges, least_rows=plan.least_rows)
+
+
+def words_of(plan: PlanSettings, mesh: Mesh) -> str:
+    """Return a description of a run's plans."""
+    words = f'"{method_of(plan)}" on dp {mesh.dp} x pp {mesh.pp}'
+    words += f" x cp {mesh.cp}" if mesh.cp > 1 else ""
+    words += f" x tp {mesh.tp}" if mesh.tp > 1 else ""
+    words += f" x {mesh.virtual_stages} chunks" if mesh.virtual_stages > 1 else ""
+    words += f', recompute "{plan.recompute}", offload "{plan.offload}"'
+    return words + (", no shared documents" if mesh.dp > 1 and not plan.merges else "")
+
+
+def even_slices(plan: PlanSettings) -> RunPlans:
     """Return plans of one process, which need no cost model."""
     rows = SLICE_TOKENS if plan.slice_tokens is None else plan.slice_tokens
     recompute: Recompute = "full" if plan.recompute == "auto" else plan.recompute
@@ -226,23 +246,26 @@ def _even_slices(plan: PlanSettings) -> RunPlans:
     )
 
 
-def _cost_of(
+def cost_of(
     settings: TrainSettings,
-    plan: PlanSettings,
     shape: ModelShape,
     mesh: Mesh,
-    ranks: Ranks,
+    device: torch.device,
     note: Callable[[str], object],
+    *,
+    keeps_rates: bool = True,
 ) -> CostModel:
-    """Return the cost model that prices plans."""
-    is_wide = settings.run.precision == "fp32"
+    """Return the cost model that prices plans; rates that are measured are kept in the run's folder, or nowhere."""
+    plan, is_wide = settings.plan, settings.run.precision == "fp32"
+    assert plan is not None, "such a run is planned"
     hardware = hardware_of(
         plan,
         shape,
-        device=ranks.device,
+        device=device,
         dtype=torch.float32 if is_wide else torch.bfloat16,
         folder=settings.run.folder,
         note=note,
+        is_kept=keeps_rates,
     )
     cost = CostModel(
         model=shape,
@@ -288,13 +311,12 @@ class SliceGradients(Gradients[PackedBatch]):
             found = self._engine.evaluate(batch, document_losses=True)
         finally:
             self.model.train()
-        assert found.document_losses is not None, "they were asked for"
-        assert found.document_targets is not None, "they were asked for"
-        # Every rank has the losses of the whole step.
-        weights = (found.document_targets * self._ranks.is_first).astype(np.float64)
-        lengths = batch.document_lengths if batch.plan is None else batch.plan.lengths
-        sums = np.where(weights > 0, found.document_losses, 0.0) * weights
-        return DocumentLosses(lengths=np.asarray(lengths, np.float64), sums=sums, weights=weights)
+        sums, weights = found.document_sums, found.document_weights
+        assert sums is not None, "they were asked for"
+        assert weights is not None, "they were asked for"
+        lengths = np.asarray(batch.document_lengths if batch.plan is None else batch.plan.lengths, np.float64)
+        own = int(self._ranks.is_first)  # every rank has the losses of the whole step
+        return DocumentLosses(lengths=lengths, sums=own * sums, weights=own * weights)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """See `Gradients`; the norm is over all stages and shards."""
@@ -378,6 +400,7 @@ def hardware_of(
     dtype: torch.dtype,
     folder: Path,
     note: Callable[[str], object],
+    is_kept: bool = True,
 ) -> Hardware:
     """Return the hardware that plans are priced by: what is named, or what was measured.
 
@@ -395,8 +418,9 @@ def hardware_of(
         f"measuring this machine's kernels for {settings.calibrate_s:g} s, for plans; plan.hardware names a file"
     )
     measured = calibrate(shape, device=device, dtype=dtype, budget_s=settings.calibrate_s).hardware
-    folder.mkdir(parents=True, exist_ok=True)
-    save_hardware(measured, path)
+    if is_kept:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_hardware(measured, path)
     return _reported(measured, note)
 
 
@@ -421,6 +445,12 @@ def with_wide_rows(cost: CostModel, mesh: Mesh) -> CostModel:
     slower = {name: replace(link, bytes_per_s=link.bytes_per_s / WIDE) for name, link in links.items()}
     smaller = (state + room / WIDE) / cost.memory_fraction
     return cost.replace(hardware=replace(cost.hardware, memory_bytes=smaller, **slower))
+
+
+def bytes_in_float32(found: float, cost: CostModel, mesh: Mesh) -> float:
+    """Return the bytes that `with_wide_rows` lets rows in float32 take where its cost model counts `found`."""
+    state = float(cost.memory(mesh).state_bytes.min())
+    return state + max(found - state, 0.0) * WIDE
 
 
 def _named(name: str) -> Hardware:

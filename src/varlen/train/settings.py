@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
-import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, Union
 
-from varlen.arguments import TOKENS, Declared, as_tokens, in_words, options_of
+from varlen.arguments import TOKENS, Declared, options_of
 from varlen.documents.source import Unit, Until
-from varlen.errors import SettingError, SourceError
+from varlen.errors import SettingError
 from varlen.feed.settings import LoaderSettings
-from varlen.parsed import UnreadableError, parse_toml
-from varlen.regular import read_regular_text
 from varlen.step_plan import PlanMethod
-from varlen.types import Overlong
 
 Tokens: TypeAlias = Annotated[int, TOKENS]
 """A number of tokens: a whole number, or in a file also a text such as "4k", which is 4,096."""
 MAX_SEED = 2**32 - 1
 """Every generator takes seeds up to here."""
-_TAKEN = {
-    "",
-    "checkpoints",
-    "model",
+TAKEN = {
     ".running",
-    "plans.json",
-    "hardware.json",
+    "checkpoints",
     "evaluations.jsonl",
+    "hardware.json",
+    "model",
+    "plans.json",
     "samples.jsonl",
+    "tensorboard",
     "trackers.json",
+    "wandb",
 }
-"""Names in the output folder that have another use."""
-
-
+"""Names in the output folder beside that of the metrics; `claim.py` says what each holds."""
 _OF_RUN = {"dp_rank", "dp_world_size", "epochs", "device", "model", "plan"}
 """Arguments of `vl.PackedLoader` that a run decides."""
 _REQUIRED = {"capacity", "global_batch_size"}
@@ -97,7 +89,7 @@ class DataSettings(_OfLoader):  # type: ignore[misc]
         for name, part in self.mixture.items():
             where = f"data.mixture.{name}"
             if not isinstance(part, Mapping):
-                raise SettingError(f"{where} must be a table with a source and a weight, got {_shown(part)}")
+                raise SettingError(f"{where} must be a table with a source and a weight, got {shown(part)}")
             for key in part:
                 if key not in ("source", "weight"):
                     raise SettingError(
@@ -106,10 +98,10 @@ class DataSettings(_OfLoader):  # type: ignore[misc]
             source, weight = part.get("source"), part.get("weight", 1)
             if not (isinstance(source, str) or _is_texts(source)) or not source:
                 raise SettingError(
-                    f"{where}.source must be a text in quotes or a list of texts, got {_shown(source)}"
+                    f"{where}.source must be a text in quotes or a list of texts, got {shown(source)}"
                 )
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-                raise SettingError(f"{where}.weight must be a number above 0, got {_shown(weight)}")
+                raise SettingError(f"{where}.weight must be a number above 0, got {shown(weight)}")
 
     @property
     def named(self) -> str:
@@ -227,6 +219,9 @@ class RunSettings:
     less memory. Of slices, `plan.recompute` decides."""
     compile: bool = False
     """Whether layers are compiled (torch.compile), once for all packs; it needs `data.layout` "rows"."""
+    cross_entropy: Literal["auto", "torch", "liger", "cut"] = "auto"
+    """What computes the loss of whole packs: "liger" (liger-kernel) and "cut" (cut-cross-entropy) never hold all
+    logits; "auto": on a GPU the first of the two that is installed and fits the model, else PyTorch."""
     threads: int | None = None
     """CPU threads per process; runs are bitwise equal only with the same number."""
     timeout_s: float = 600.0
@@ -260,10 +255,10 @@ class LogSettings:
         _check_range("log.every", self.every, 1)
         if self.peak_tflops is not None and not self.peak_tflops > 0:
             raise SettingError(f"log.peak_tflops must be above 0, got {self.peak_tflops:g}")
-        if Path(self.metrics).name != self.metrics or self.metrics in _TAKEN:
+        if not self.metrics or Path(self.metrics).name != self.metrics or self.metrics in TAKEN:
             raise SettingError(
                 "log.metrics is the name of a file in run.output, and none of "
-                f"{', '.join(sorted(_TAKEN - {''}))}; got {self.metrics!r}"
+                f"{', '.join(sorted(TAKEN))}; got {self.metrics!r}"
             )
 
 
@@ -403,7 +398,7 @@ class EvalSettings:
         for name, source in self.sets.items():
             if not (isinstance(source, str) or _is_texts(source)) or not source:
                 raise SettingError(
-                    f"eval.sets.{name} must be a text in quotes or a list of texts, got {_shown(source)}"
+                    f"eval.sets.{name} must be a text in quotes or a list of texts, got {shown(source)}"
                 )
         if self.monitor is not None and self.monitor not in self.sets:
             near = difflib.get_close_matches(self.monitor, list(self.sets), n=1, cutoff=0.0)[0]
@@ -411,7 +406,7 @@ class EvalSettings:
                 f"eval.monitor is {self.monitor!r}, which is no set of [eval.sets]; the nearest is {near!r}"
             )
         if list(self.lengths) != sorted({length for length in self.lengths if length > 0}):
-            raise SettingError(f"eval.lengths must rise and be above 0, got {_shown(list(self.lengths))}")
+            raise SettingError(f"eval.lengths must rise and be above 0, got {shown(list(self.lengths))}")
 
     def source_of(self, name: str) -> str | tuple[str, ...]:
         """Return the source of a set, as `DataSettings.source`."""
@@ -482,6 +477,12 @@ class TrackSettings:
     """The name of the run; left out: the tracker's choice."""
 
 
+def shown(value: Any) -> str:
+    """Return a value for messages."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _is_texts(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
 
@@ -523,6 +524,11 @@ class TrainSettings:
             raise SettingError(
                 'run.compile needs packs of one shape, and data.layout = "flat" has many; set data.layout = "rows"'
             )
+        if self.plan is not None and self.run.cross_entropy != "auto":
+            raise SettingError(
+                f'run.cross_entropy = "{self.run.cross_entropy}" is for whole packs, and [plan] runs slices, whose '
+                "losses are computed in blocks; leave one of them out"
+            )
         if self.plan is not None and self.run.checkpoint_activations:
             raise SettingError(
                 "run.checkpoint_activations is for whole packs, and [plan] runs slices; leave it out: plan.recompute "
@@ -536,250 +542,3 @@ def _check_range(name: str, value: float, lowest: float, highest: float | None =
         raise SettingError(f"{name} must be at least {lowest:,}, got {value:,}")
     if highest is not None and not value <= highest:
         raise SettingError(f"{name} must be at most {highest:,}, got {value:,}")
-
-
-# The configuration that `varlen train --init` writes: small, commented, and ready to run.
-
-EXAMPLE = """\
-# Trains a small Llama on packed documents:  varlen train CONFIG.toml
-# On two processes:                          torchrun --standalone --nproc-per-node 2 -m varlen train CONFIG.toml
-# Stopped, killed or finished: the same command goes on from the newest checkpoint, on as many processes as you like.
-# Any setting can be put over:               varlen train CONFIG.toml --set run.steps=1000
-
-[data]                       # the arguments of vl.PackedLoader
-source = "store"             # of: varlen index 'data/*.jsonl' -o store
-capacity = 1024              # tokens of a pack; documents are packed into it and kept apart
-global_batch_size = 8        # packs of an optimizer step, over all processes
-micro_batch_size = 2         # packs that a process computes at once; more are accumulated
-overlong = "split"           # documents longer than a pack: OVERLONG
-
-[model]
-type = "llama"               # transformers' name; or: path = "a saved model's folder, or org/name"
-
-[model.settings]             # transformers' settings of that type; vocab_size is the data's unless it stands here
-hidden_size = 128
-intermediate_size = 384
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-max_position_embeddings = 1024
-tie_word_embeddings = true
-
-[optimizer]                  # AdamW
-learning_rate = 2e-3
-weight_decay = 0.1           # of matrices; norms and biases don't decay
-schedule = "cosine"          # or "linear", "constant"
-warmup_steps = 10
-min_learning_rate = 2e-4     # what the schedule falls to
-max_grad_norm = 1.0          # 0 switches clipping off
-
-[run]
-output = "run"               # checkpoints, metrics.jsonl and the trained model
-steps = 200                  # or: epochs = 1
-checkpoint_every = 50        # steps; the last one and Ctrl-C save too
-keep = 2                     # newest checkpoints that are kept
-seed = 0
-precision = "fp32"           # or "bf16"
-parallel = "fsdp"            # how processes share the work: "ddp", "fsdp" or "none"
-
-# [plan]                     # run steps in slices by plans made ahead; these are the defaults:
-# slice_tokens = 8192        # of one process: rows that run at once; documents may be far longer
-# pp = 1                     # of several: pipeline stages; the rest are data-parallel ranks
-# method = "micropack"       # how steps are planned for them; see varlen plan
-# recompute = "auto"         # "none", "selective" or "full"; "auto": as much as memory asks for
-# hardware = "auto"          # "h100", ..., or a file of varlen plan --calibrate; "auto": what this machine measures
-
-[log]
-every = 10                   # steps between two lines where there is no terminal to draw on
-
-[measure]
-exposed_data = false         # after the last step, train the last 20 again from memory: what did data cost?
-""".replace("OVERLONG", in_words(get_args(Overlong)))
-
-
-def write_example(path: str | Path) -> None:
-    """Write the example; it replaces nothing."""
-    try:
-        with Path(path).open("x", encoding="utf-8") as file:
-            file.write(EXAMPLE.replace("CONFIG.toml", os.fspath(path)))
-    except FileExistsError:
-        raise SettingError(f"{path} is there already; name another file") from None
-    except OSError as error:
-        raise SettingError(f"{path} can't be written: {error.strerror}") from None
-
-
-# Settings as a file: every setting of every table, those left out with their defaults.
-
-
-def as_toml(settings: TrainSettings) -> str:
-    """Return settings as a configuration file; settings whose default depends on others are left out."""
-    parts = []
-    for table in fields(settings):
-        held = getattr(settings, table.name)
-        if held is not None:
-            values = {one.name: getattr(held, one.name) for one in fields(held)}
-            parts += _table_text(table.name, {key: each for key, each in values.items() if each is not None})
-    return "\n".join(parts)
-
-
-def _table_text(name: str, values: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a table, then those of the tables within it."""
-    plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
-    lines = [f"[{name}]", *(f"{_key(key)} = {_toml_value(value)}" for key, value in plain.items()), ""]
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            lines += _table_text(f"{name}.{_key(key)}", value)
-    return lines
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)} = {_toml_value(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
-    if isinstance(value, bool | str):
-        return json.dumps(value, ensure_ascii=False)
-    return repr(value)
-
-
-# Configuration files: TOML to settings, table by table, and a sentence for every key that isn't one.
-
-_Settings = TypeVar("_Settings")
-_WORDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text in quotes",
-    Mapping: "a table",
-}
-
-
-def read_config(path: str | Path, changes: Sequence[str] = ()) -> TrainSettings:
-    """Read a configuration file."""
-    try:
-        table = parse_toml(read_regular_text(path))
-    except OSError as error:
-        raise SourceError(
-            f"{path} can't be read: {error.strerror or error}; varlen train --init {path} writes an example"
-        ) from None
-    except ValueError as error:
-        raise SourceError(f"{path} is no TOML: {error}") from None
-    for change in changes:
-        _put(table, change)
-    return as_settings(TrainSettings, table, "")
-
-
-def as_settings(kind: type[_Settings], table: Mapping[str, Any], name: str) -> _Settings:
-    """Return the settings that a table holds."""
-    hints = get_type_hints(kind, include_extras=True)
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    for key in table:
-        if key not in known:
-            raise SettingError(
-                f"{_dotted(name, key)} is no setting; the nearest is {_nearest(key, name, known)}"
-            )
-    given = {key: _as_value(hints[key], value, _dotted(name, key)) for key, value in table.items()}
-    for key, option in known.items():
-        if key not in given and option.default is MISSING and option.default_factory is MISSING:
-            what = f"the table [{key}]" if is_dataclass(hints[key]) else _dotted(name, key)
-            raise SettingError(f"the configuration lacks {what}, which has no default")
-    return kind(**given)
-
-
-def _dotted(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
-def _nearest(key: str, name: str, known: Iterable[str]) -> str:
-    """Return the setting that was meant: one of another table that has this very name, or one that is alike."""
-    hints = get_type_hints(TrainSettings)
-    for table in (option.name for option in fields(TrainSettings)):
-        kind = next(option for option in (hints[table], *get_args(hints[table])) if is_dataclass(option))
-        if key in {option.name for option in fields(kind)}:
-            return f"{table}.{key}"
-    return _dotted(name, difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)[0])
-
-
-def _as_value(hint: Any, value: Any, key: str) -> Any:
-    """Return a value as a field wants it."""
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    options = tuple(option for option in options if option is not NoneType)
-    for option in options:
-        if get_origin(option) is Annotated:
-            return as_tokens(value, key)
-        if is_dataclass(option):
-            if isinstance(value, Mapping):
-                return as_settings(option, value, key)  # type: ignore[arg-type]
-        elif _fits(option, value):
-            if get_origin(option) is tuple:
-                return tuple(value)
-            return float(value) if option is float else value
-    raise SettingError(f"{key} must be {_in_words(options)}, got {_shown(value)}{_meant(options, value)}")
-
-
-def _fits(option: Any, value: Any) -> bool:
-    """Return whether a value of TOML is of this type: a truth value is no number, and a whole number is one."""
-    origin = get_origin(option)
-    if origin is Literal:
-        return value in get_args(option) and isinstance(value, str)
-    if origin is tuple:
-        item = get_args(option)[0]
-        return isinstance(value, list) and all(_fits(item, each) for each in value)
-    if origin is not None:
-        return isinstance(value, Mapping)
-    if option is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, option) and (option is bool or not isinstance(value, bool))
-
-
-def _in_words(options: Sequence[Any]) -> str:
-    words = []
-    for option in options:
-        if get_origin(option) is Literal:
-            words.append(" or ".join(f'"{choice}"' for choice in get_args(option)))
-        elif get_origin(option) is tuple:
-            words.append(f"a list of {_items_of(get_args(option)[0])}")
-        else:
-            words.append(
-                "a table" if is_dataclass(option) else _WORDS.get(get_origin(option) or option, "a table")
-            )
-    return " or ".join(words)
-
-
-def _items_of(item: Any) -> str:
-    if get_origin(item) is Literal:
-        return " or ".join(f'"{choice}"' for choice in get_args(item))
-    return "texts" if item is str else "whole numbers"
-
-
-def _meant(options: Sequence[Any], value: Any) -> str:
-    """Return a hint at the choice nearest to a text that is none of them; "" if none is near."""
-    choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
-    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    return f'; the nearest is "{near[0]}"' if near else ""
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _put(table: dict[str, Any], change: str) -> None:
-    """Put one "table.key=value" over a table."""
-    key, equals, text = change.partition("=")
-    *path, last = key.strip().split(".")
-    if not (equals and path and last):
-        raise SettingError(f"--set takes TABLE.KEY=VALUE, such as run.steps=100; got {change!r}")
-    for part in path:
-        inner = table.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise SettingError(f"--set {change}: {part} is no table")
-        table = inner
-    try:
-        table[last] = parse_toml(f"value = {text.strip()}")["value"]
-    except UnreadableError:
-        table[last] = text.strip()

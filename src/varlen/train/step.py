@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -83,6 +84,10 @@ class Gradients(Generic[Batch]):
     """
 
     model: Any
+    notes: Sequence[str] = ()
+    """Sentences to show at the start of the run."""
+    cross_entropy: str | None = None
+    """What computes losses of whole packs; None for slices."""
 
     def add(self, batch: Batch, *, is_last: bool) -> Part:
         """Run a batch forward and backward, and add to the gradients of the mean loss over the step's targets."""
@@ -212,6 +217,8 @@ class PackGradients(Gradients[PackedBatch]):
         self.model, self._wrapped = model, distributed(model, settings.run, ranks)
         self._settings, self._ranks, self._has_weights = settings, ranks, has_weights
         self._is_compiled = False
+        self._fused: FusedLoss | None = None
+        self._fused, self.cross_entropy, self.notes = self._chosen_loss()
         settle(self._wrapped, lambda: self._loss(smallest_batch(settings.data.pad_id or 0))[0])
         if settings.run.compile:  # now, since that batch has another shape
             self._is_compiled = True
@@ -258,21 +265,68 @@ class PackGradients(Gradients[PackedBatch]):
                 parameter.grad.mul_(whole.step_targets / weight)
         return weight
 
+    def _chosen_loss(self) -> tuple[FusedLoss | None, str, list[str]]:
+        """Return what computes losses without logits, the name of what computes losses, and why it isn't another."""
+        asked, device = self._settings.run.cross_entropy, self._ranks.device
+        if asked == "torch" or (asked == "auto" and device.type != "cuda"):
+            return None, "torch", []
+        head, kernel, name = self.model.get_output_embeddings(), None, "torch"
+        why = ["rows have weights"] if self._has_weights else []
+        if type(head) is not torch.nn.Linear:
+            why.append(f"the model's head is of type {type(head).__name__}")
+        elif not why and not self._gives_logits_of(head):
+            why.append("the model changes logits after its head")
+        for each in () if why else FUSED if asked == "auto" else (asked,):
+            try:
+                kernel, name = kernel_of(each, device), each
+                break
+            except ImportError:
+                why.append(f"{FUSED[each]} isn't installed")
+        if kernel is not None:
+            return FusedLoss(head, kernel), name, []
+        if asked != "auto":
+            out = f"install it (pip install {FUSED[asked]}), or " if why[0].endswith("installed") else ""
+            raise SettingError(
+                f'run.cross_entropy = "{asked}" can\'t be had: {why[0]}; {out}set run.cross_entropy = "torch"'
+            )
+        return None, name, [f"losses are computed by PyTorch, from whole logits: {' and '.join(why)}"]
+
+    def _gives_logits_of(self, head: torch.nn.Linear) -> bool:
+        """Return whether the model returns what its head returns, without a cap or a factor; all ranks call it."""
+        given = list[torch.Tensor]()
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            given.append(50 * torch.randn(*hidden.shape[:-1], 4, device=hidden.device))  # a cap would show
+            return given[0]
+
+        with torch.no_grad(), replaced_forward(head, forward):
+            found, _, _ = self._forward(smallest_batch(self._settings.data.pad_id or 0))
+        reshard(self.model)
+        return len(given) == 1 and torch.equal(found, given[0])
+
     def _loss(self, batch: PackedBatch) -> tuple[torch.Tensor, Any]:
         """Return the sum of a batch's losses, and of the weights of its targets."""
-        logits, labels, weights = self._forward(batch)
+        logits, labels, weights = self._forward(batch, self._fused)
+        if self._fused is not None:
+            return logits.sum(), 0
         if weights is None:
             return target_loss_sum(logits, labels), 0
         return target_loss_sum(logits, labels, weights), weights.sum(dtype=torch.float64)
 
-    def _forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the logits and labels of a batch, and the weights of its targets where rows have weights."""
+    def _forward(
+        self, batch: PackedBatch, fused: FusedLoss | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the logits and labels of a batch, and the weights of its targets where rows have weights.
+
+        With a fused loss, the sum of losses stands in place of the logits.
+        """
         weights = batch.to_torch(self._ranks.device).loss_weights() if self._has_weights else None
         arguments = hf.model_inputs(unweighted(batch), self.model)
         labels = arguments.pop("labels")
         if self._is_compiled:
             arguments = of_one_graph(arguments)
-        with computing(self._wrapped, self._settings.run, self._ranks):
+        in_head = nullcontext() if fused is None else fused.of(labels)
+        with computing(self._wrapped, self._settings.run, self._ranks), in_head:
             # DDP's own forward pass would prepare a reduction of gradients, which an evaluation hasn't.
             model = self._wrapped if torch.is_grad_enabled() else self.model
             return model(**arguments).logits, labels, weights
@@ -345,8 +399,7 @@ def target_loss_sum(
         labels: int64 `[rows, width]`, not shifted: position t - 1 predicts the label of position t.
         weights: `[rows, width]`, by which each loss is multiplied, at the places of the labels; None for 1.
     """
-    # Labels move instead of logits, which are the large ones: a row's last position predicts nothing.
-    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).reshape(-1)
+    targets = _targets(labels)
     moved = None if weights is None else torch.nn.functional.pad(weights[:, 1:], (0, 1)).reshape(-1)
     flat = logits.reshape(-1, logits.shape[-1])
     if len(flat) <= BLOCK:
@@ -366,7 +419,7 @@ def target_losses(
 
     They stand at the positions that predict the targets, which are in the same documents; elsewhere is 0.
     """
-    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).reshape(-1)
+    targets = _targets(labels)
     known = (targets != IGNORE_INDEX).float()
     if weights is not None:
         known *= torch.nn.functional.pad(weights[:, 1:], (0, 1)).reshape(-1)
@@ -379,12 +432,78 @@ def target_losses(
     return torch.cat(losses) * known, known
 
 
+def _targets(labels: torch.Tensor) -> torch.Tensor:
+    """Return what each position predicts, int64 `[rows * width]`; a row's last position predicts nothing."""
+    # Labels move instead of logits, which are the large ones.
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).reshape(-1)
+
+
 def _block_sum(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     if weights is None:
         return cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
     return (
         cross_entropy(logits.float(), targets, ignore_index=IGNORE_INDEX, reduction="none") * weights
     ).sum()
+
+
+# Losses by kernels that take hidden states and the head's weight, so that no logits stand in memory.
+
+FUSED = {"liger": "liger-kernel", "cut": "cut-cross-entropy"}
+"""Packages of these kernels, by their names in settings, in the order in which "auto" tries them."""
+LossKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""Takes hidden states `[rows, hidden]`, weight, bias and targets `[rows]`; returns the sum of losses."""
+
+
+def kernel_of(name: str, device: torch.device) -> LossKernel:
+    """Return a kernel; raises ImportError where its package isn't installed."""
+    if name == "liger":
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum")
+        return lambda hidden, weight, bias, targets: loss(weight, hidden, targets, bias)
+    from cut_cross_entropy import linear_cross_entropy
+
+    given = {"ignore_index": IGNORE_INDEX, "reduction": "sum", "impl": "cce"}
+    given |= {} if device.type == "cuda" else {"impl": "torch_compile"}
+    return lambda hidden, weight, bias, targets: linear_cross_entropy(
+        hidden, weight, targets, bias=bias, **given
+    )
+
+
+class FusedLoss:
+    """Computes the sum of losses in the head of a model, which returns it in place of logits.
+
+    In the head, FSDP2 has gathered its weight; and a loss that the model returns is one whose backward pass FSDP2 and
+    DDP see.
+    """
+
+    def __init__(self, head: torch.nn.Linear, kernel: LossKernel) -> None:
+        self._head, self._kernel = head, kernel
+
+    def of(self, labels: torch.Tensor) -> AbstractContextManager[None]:
+        """Return a context in which the head returns the sum of the losses of labels, `[1, 1, 1]`."""
+        targets = _targets(labels)
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            weight, kind = self._head.weight, hidden.device.type
+            if torch.is_autocast_enabled(kind):
+                hidden, weight = (each.to(torch.get_autocast_dtype(kind)) for each in (hidden, weight))
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            return self._kernel(rows, weight, self._head.bias, targets).float().reshape(1, 1, 1)
+
+        return replaced_forward(self._head, forward)
+
+
+@contextmanager
+def replaced_forward(
+    module: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Let a module compute something else for the time of a block."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
 
 
 # Seconds of work: of the host, or of the GPU between two marks in its queue, which the host runs ahead of.

@@ -1,6 +1,7 @@
 """Trackers of experiments: TensorBoard, Weights & Biases and MLflow behind one protocol.
 
-A run that resumes continues its record. Steps that are trained again have the same numbers, unless settings have
+A run that resumes continues its record, in which each step stands once: TensorBoard's files drop the steps that are
+trained again, and the others aren't given them a second time. Such steps have the same numbers, unless settings have
 changed.
 """
 
@@ -17,17 +18,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from varlen.errors import SettingError, described
-from varlen.files.ours import open_own, write_json
+from varlen.errors import SettingError, VarlenError, described
+from varlen.files.ours import is_folder, open_own, write_json
 from varlen.parsed import parse_json
 from varlen.regular import read_regular
+from varlen.train.callbacks import Callback
+from varlen.train.configuration import flat
 from varlen.train.evaluate import Evaluation
 from varlen.train.metrics import StepMetrics
 from varlen.train.settings import TrackSettings, TrainSettings
 
 RECORDS: Final = "trackers.json"
 """File in a run's folder with the names of its records."""
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+_KINDS = ("train", "eval")
 _OUT = "move it away, or choose another run.output"
 
 
@@ -36,9 +39,11 @@ class Tracker(Protocol):
 
     record: str
     """The tracker's name of the run, by which it goes on after a stop."""
+    last: Mapping[str, int]
+    """Steps up to which it holds numbers already, by kind ("train" and "eval")."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Record numbers of a step, by names such as "train/loss"."""
+        """Record numbers of a step, by names such as "train/loss", so that they stay if the run is killed."""
 
     def close(self) -> None:
         """Write what is not written yet."""
@@ -47,20 +52,22 @@ class Tracker(Protocol):
 def check_trackers(settings: TrackSettings) -> None:
     """Refuse a tracker that isn't installed."""
     for name in settings.to:
-        if importlib.util.find_spec(_PACKAGES[name]) is None:
+        if importlib.util.find_spec(name) is None:
             raise SettingError(
-                f'track.to names "{name}", which isn\'t installed; install it (pip install {_PACKAGES[name]}), or '
-                "leave it out"
+                f'track.to names "{name}", which isn\'t installed; install it (pip install {name}), or leave it out'
             )
 
 
 @contextmanager
-def trackers_of(settings: TrainSettings, done: int, note: Callable[[str], object]) -> Iterator[Tracked]:
+def trackers_of(
+    settings: TrainSettings, done: int, seen: Mapping[str, int], note: Callable[[str], object]
+) -> Iterator[Tracked]:
     """Yield the trackers of a run, open until the block ends.
 
     Args:
         settings: of the run.
         done: steps that are trained already; 0 for a new run.
+        seen: the last steps that were reported before the run was stopped, by kind; -1 for none.
         note: shows a sentence.
     """
     assert settings.track is not None, "such a run is tracked"
@@ -71,9 +78,11 @@ def trackers_of(settings: TrainSettings, done: int, note: Callable[[str], object
     opened = Tracked(note)
     try:
         for name in settings.track.to:
-            run = _Run(settings.track, folder, configuration, records.get(name), done)
+            run = _Run(settings.track, folder, configuration, records.get(name), done, seen)
             try:
                 tracker = _OPENED[name](run)
+            except VarlenError:
+                raise
             except Exception as error:  # libraries raise errors of many types
                 raise SettingError(
                     f"{name} can't be opened: {described(error)}; set it up as for the library itself, or leave it "
@@ -93,7 +102,7 @@ def _records(path: Path) -> dict[str, str]:
         return {}
     try:
         found = parse_json(read_regular(path))
-        return {str(name): str(record) for name, record in found.items() if name in _PACKAGES}
+        return {str(name): str(record) for name, record in found.items() if name in _OPENED}
     except (OSError, ValueError, AttributeError) as error:
         raise SettingError(f"{path} can't be read ({error}); {_OUT}") from None
 
@@ -105,8 +114,10 @@ def check_records(path: Path) -> None:
         _records(path)
 
 
-class Tracked:
-    """Several trackers as one; one that fails is left out from then on, so that training goes on."""
+class Tracked(Callback):
+    """Several trackers as one callback; one that fails is left out from then on, so that training goes on."""
+
+    may_stop = False
 
     def __init__(self, note: Callable[[str], object]) -> None:
         self._note, self._trackers = note, dict[str, Tracker]()
@@ -115,36 +126,36 @@ class Tracked:
         """Add a tracker."""
         self._trackers[name] = tracker
 
-    def step(self, metrics: StepMetrics) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         """Record a step."""
-        self._log(
-            {
-                f"train/{name}": float(value)
-                for name, value in asdict(metrics).items()
-                if name != "step" and isinstance(value, int | float)
-            },
-            metrics.step,
-        )
+        values = {
+            name: float(value)
+            for name, value in asdict(metrics).items()
+            if name != "step" and isinstance(value, int | float)
+        }
+        self._log("train", values, metrics.step)
 
-    def evaluation(self, evaluation: Evaluation) -> None:
+    def on_evaluate(self, evaluation: Evaluation) -> None:
         """Record the losses of an evaluation."""
-        values = {"eval/loss": evaluation.loss, "eval/seconds": evaluation.seconds}
+        values = {"loss": evaluation.loss, "seconds": evaluation.seconds}
         for name, found in evaluation.sets.items():
-            values[f"eval/{name}/loss"] = found.loss
+            values[f"{name}/loss"] = found.loss
             for part in found.by_length:
                 if part.loss is not None:
                     above = f"over_{part.above}" if part.up_to is None else f"up_to_{part.up_to}"
-                    values[f"eval/{name}/loss_{above}"] = part.loss
-        self._log(values, evaluation.step)
+                    values[f"{name}/loss_{above}"] = part.loss
+        self._log("eval", values, evaluation.step)
 
     def close(self) -> None:
         """Close all trackers."""
         for name in list(self._trackers):
             self._tried(name, self._trackers[name].close)
 
-    def _log(self, values: Mapping[str, float], step: int) -> None:
-        for name in list(self._trackers):
-            self._tried(name, partial(self._trackers[name].log, values, step))
+    def _log(self, kind: str, values: Mapping[str, float], step: int) -> None:
+        named = {f"{kind}/{name}": value for name, value in values.items()}
+        for name, tracker in list(self._trackers.items()):
+            if step > tracker.last.get(kind, -1):
+                self._tried(name, partial(tracker.log, named, step))
 
     def _tried(self, name: str, act: Callable[[], object]) -> None:
         try:
@@ -164,14 +175,17 @@ class _Run(NamedTuple):
     """That the run had before it stopped; None for a new one."""
     done: int
     """Steps that are trained already."""
+    seen: Mapping[str, int]
+    """The last steps that were reported before it stopped, by kind."""
 
 
 class _TensorBoard:
     def __init__(self, run: _Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.record = "tensorboard"
-        # Steps after the checkpoint, which are trained again, are removed.
+        self.record, self.last = "tensorboard", dict[str, int]()
+        is_folder(run.folder / self.record, "TensorBoard's files go to", _OUT)
+        # Readers of the files drop steps from here on that earlier files hold.
         purge = run.done + 1 if run.done else 0
         self._writer: Any = SummaryWriter(str(run.folder / self.record), purge_step=purge)
         if run.record is None:
@@ -180,6 +194,7 @@ class _TensorBoard:
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -190,6 +205,7 @@ class _WeightsAndBiases:
         import wandb
 
         self.record = run.record or secrets.token_hex(8)
+        self.last = {} if run.record is None else run.seen
         self._run: Any = wandb.init(
             project=run.settings.project,
             name=run.settings.name,
@@ -198,9 +214,12 @@ class _WeightsAndBiases:
             dir=str(run.folder),
             config=dict(run.configuration),
         )
+        for kind in _KINDS:
+            self._run.define_metric(f"{kind}/*", step_metric="step")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
+        # The library's own step would hold numbers back until the next one, and lose them if the run is killed.
+        self._run.log({**values, "step": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -209,18 +228,26 @@ class _WeightsAndBiases:
 class _MLflow:
     def __init__(self, run: _Run) -> None:
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         self._client: Any = MlflowClient()
+        self.last = dict[str, int]()
         if run.record is not None:
             self.record = run.record
             self._client.update_run(self.record, status="RUNNING")
+            self.last = {kind: self._last(f"{kind}/loss") for kind in _KINDS}
             return
         project = run.settings.project
         found = self._client.get_experiment_by_name(project)
         experiment = self._client.create_experiment(project) if found is None else found.experiment_id
         self.record = self._client.create_run(experiment, run_name=run.settings.name).info.run_id
-        for name, value in _flat(run.configuration):
-            self._client.log_param(self.record, name, str(value)[:500])
+        params = [Param(name, str(value)[:500]) for name, value in flat(run.configuration)]
+        for first in range(0, len(params), 100):  # the most that it takes at once
+            self._client.log_batch(self.record, params=params[first : first + 100])
+
+    def _last(self, name: str) -> int:
+        """Return the last step of a metric; -1 for none."""
+        return max((each.step for each in self._client.get_metric_history(self.record, name)), default=-1)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
@@ -238,13 +265,3 @@ _OPENED: dict[str, Callable[[_Run], Tracker]] = {
     "wandb": _WeightsAndBiases,
     "mlflow": _MLflow,
 }
-
-
-def _flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings by their dotted names."""
-    for key, value in table.items():
-        dotted = f"{name}.{key}" if name else key
-        if isinstance(value, Mapping):
-            yield from _flat(value, dotted)
-        else:
-            yield dotted, value

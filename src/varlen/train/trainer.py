@@ -6,14 +6,13 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from varlen.batch.packed import PackedBatch
 from varlen.errors import SourceError, VarlenError
 from varlen.feed.loader import PackedLoader
 from varlen.signals import SCHEDULERS, Stopped, end_soon, is_main_thread, was_interrupted
+from varlen.train.callbacks import Callback, Callbacks, EndedBy, Exposed, RunOverview, Totals, TrainSummary
 from varlen.train.changes import (
     BEGUN,
     WEIGHTS,
@@ -43,9 +43,17 @@ from varlen.train.checkpoint import (
     state_tensors,
 )
 from varlen.train.claim import CHECKPOINTS, MODEL, claimed, prepare
+from varlen.train.configuration import as_config
 from varlen.train.evaluate import EVALUATIONS, Best, Evaluation, Evaluator
 from varlen.train.loaders import open_loader, steps_of
-from varlen.train.lora import add_adapter, check_adapter, merged_weights, targets_of, write_adapter
+from varlen.train.lora import (
+    add_adapter,
+    backward_share,
+    check_adapter,
+    merged_weights,
+    targets_of,
+    write_adapter,
+)
 from varlen.train.metrics import MetricsFile, StepMetrics, Utilization
 from varlen.train.model import (
     bare_model,
@@ -68,21 +76,45 @@ from varlen.train.samples import SAMPLES, Sample, Sampler
 from varlen.train.settings import TrainSettings
 from varlen.train.step import Gradients, PackGradients, StepDone, Stepper
 from varlen.train.tokens import run_tokenizer, write_tokenizer
-from varlen.train.trackers import Tracked, check_trackers, trackers_of
+from varlen.train.trackers import check_trackers, trackers_of
 
 _EVALUATED = "evaluations"
 """Key of a manifest: what a run remembers of its evaluations."""
 
 
-def train(settings: TrainSettings, display: RunDisplay, *, allow_changed: bool = False) -> TrainSummary:
-    """Train a model, from the beginning or from the newest checkpoint.
+def train(
+    config: TrainSettings | Mapping[str, Any] | str | Path,
+    callbacks: Callback | Sequence[Callback] = (),
+    *,
+    allow_changed: bool = False,
+) -> TrainSummary:
+    """Train a model as `varlen train` does, from the beginning or from the newest checkpoint.
 
-    Every process of `torchrun` calls it.
+    Nothing is printed but what callbacks print. Every process of `torchrun` calls it; callbacks are called on rank 0.
+    While it runs, Ctrl-C, SIGTERM and SIGUSR1 save the current step and end the run, if it runs in the main thread.
+
+    Args:
+        config: the path of a configuration file, or its tables as a mapping.
+        callbacks: objects of subclasses of `Callback`, which are called in this order.
+        allow_changed: whether it goes on from a checkpoint of another model, tokenizer, data, capacity, batch, seed
+            or precision.
+
+    Returns:
+        Steps, tokens, times, and where the model and the newest checkpoint are; the same on every rank.
+
+    Raises:
+        InputError: a setting, file, model or checkpoint that can't be used; says which, and the way out.
+        VarlenError: a loss that is no number, a full disk, a callback that failed.
+        WorkerDiedError: another process is gone.
+        KeyboardInterrupt: a signal stopped it, after it has saved; `Stopped`, which is one, of schedulers' signals.
+
+    >>> summary = train("config.toml", callbacks=[MyCallback()])                            # doctest: +SKIP
     """
+    settings = as_config(config)
     with Interrupt() as interrupt, joined(settings.run) as ranks, ExitStack() as stack:
         if ranks.is_first:
             stack.enter_context(claimed(settings.run.folder))
-        run = _Run(settings, ranks, display, stack, interrupt, allow_changed)
+        run = _Run(settings, ranks, Callbacks(callbacks, ranks), stack, interrupt, allow_changed)
         return run.train()
 
 
@@ -103,19 +135,18 @@ class _Run:
         self,
         settings: TrainSettings,
         ranks: Ranks,
-        display: RunDisplay,
+        callbacks: Callbacks,
         stack: ExitStack,
         interrupt: Interrupt,
         allow_changed: bool,
     ) -> None:
-        self._settings, self._ranks, self._display, self._stack = settings, ranks, display, stack
+        self._settings, self._ranks, self._callbacks, self._stack = settings, ranks, callbacks, stack
         self._folder = settings.run.folder
         self._checkpoints = self._folder / CHECKPOINTS
         self._interrupt, self._totals, self._total_tokens = interrupt, Totals(), 0
         self._replay = Replay(most=settings.measure.steps) if settings.measure.exposed_data else None
         self._pending: _Launched | None = None
         self._stop = 0  # the signal that stops the run; 0 for none
-        self._tracked: Tracked | None = None
         if settings.track is not None:
             check_trackers(settings.track)
         self._tokenizer = run_tokenizer(settings.data, settings.model)
@@ -125,10 +156,10 @@ class _Run:
         found = checkpoint_of(settings.run, self._checkpoints, ranks)
         if ranks.is_first:
             prepare(settings.run, settings.log.metrics)
-        self._plans = plans_of(settings, self._config, ranks, partial(self._notify, "note"))
+        self._plans = plans_of(settings, self._config, ranks, callbacks.note)
         given = None if self._plans is None else self._plans.given
         self._loader = stack.enter_context(open_loader(settings, self._config, self._tokenizer, ranks, given))
-        self._done = self._saved = self._begun_at = 0
+        self._done = self._saved = self._told = self._begun_at = 0
         self._changes: list[str] = []
         self._best = Best()
         if found is not None:
@@ -152,21 +183,23 @@ class _Run:
         run = settings.run
         self._saver = Saver(self._checkpoints, ranks, run)
         stack.callback(self._saver.close)
-        counted = self._config if settings.adapter is None else None  # frozen weights have no gradients
-        self._utilization = Utilization(counted, ranks.device, settings.log.peak_tflops)
+        self._utilization = Utilization(
+            self._config, ranks.device, settings.log.peak_tflops, **self._of_adapter
+        )
         self._overview = self._describe()
         self._metrics = self._lines(settings.log.metrics, self._done, StepMetrics)
+        self._evaluations: MetricsFile | None = None
+        if self._evaluator is not None:
+            self._evaluations = self._lines(EVALUATIONS, self._best.last, Evaluation)
         if settings.track is not None and ranks.is_first:
-            note = partial(self._notify, "note")
-            self._tracked = stack.enter_context(trackers_of(settings, self._done, note))
+            files = {"train": self._metrics, "eval": self._evaluations}
+            seen = {kind: file.seen for kind, file in files.items() if file is not None}
+            callbacks.add(stack.enter_context(trackers_of(settings, self._done, seen, callbacks.note)))
         self._sampler: Sampler | None = None
         self._samples: MetricsFile | None = None
         if settings.sample is not None:
             self._sampler = Sampler(settings.sample, self._tokenizer, run.seed)
             self._samples = self._lines(SAMPLES, self._done, Sample)
-        self._evaluations: MetricsFile | None = None
-        if self._evaluator is not None:
-            self._evaluations = self._lines(EVALUATIONS, self._best.last, Evaluation)
 
     def _lines(self, name: str, after: int, kind: type[Any]) -> MetricsFile | None:
         """Open a file of lines on the first rank."""
@@ -199,10 +232,14 @@ class _Run:
             add_adapter(model, settings.adapter)
         if settings.run.checkpoint_activations:
             checkpoint_activations(model)
+        self._of_adapter: dict[str, Any] = {}
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._num_trained = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )
+        if settings.adapter is not None:
+            share = backward_share(model)
+            self._of_adapter = {"adapter_parameters": self._num_trained, "backward_share": share}
         self._tied, embeddings = tied_names(model), embedding_names(model)
         gradients: Gradients[PackedBatch]
         if self._plans is not None:
@@ -242,18 +279,20 @@ class _Run:
             device=self._ranks.device.type,
             precision=run.precision,
             plans=None if self._plans is None else self._plans.words,
+            cross_entropy=self._stepper.gradients.cross_entropy,
         )
 
     def train(self) -> TrainSummary:
         """Train all steps, save, and export the model."""
-        self._notify("begin", self._overview)
-        for sentence in (*self._changes, *self._tokenizer.words):
-            self._notify("note", sentence)
+        self._callbacks.call("on_begin", self._overview)
+        for sentence in (*self._changes, *self._tokenizer.words, *self._stepper.gradients.notes):
+            self._callbacks.note(sentence)
         self._interrupt.defer()
         self._evaluate(is_last=False)
-        while (self._steps is None or self._done < self._steps) and not self._is_over:
+        while (ended_by := self._ended_by()) is None:
             launched = self._launch()
             if launched is None:
+                ended_by = "data"
                 break
             self._report()  # the step before, while a GPU computes this one
             self._done, self._pending = self._done + 1, launched
@@ -267,6 +306,8 @@ class _Run:
                 self._stop = self._stop or self._agreed_signal()  # signals may have come while it was saved
             if self._stop and self._done != self._steps:
                 self._saver.wait()
+            self._tell_saved()
+            if self._stop and self._done != self._steps:
                 where = self._newest
                 raise raised(
                     self._stop, f"step {self._done:,} is saved in {where}, where the same command goes on"
@@ -279,9 +320,12 @@ class _Run:
         self._sample(is_last=True)
         self._save()
         self._saver.wait()
+        self._tell_saved()
         weights = self._weights()  # which all ranks gather
         export(self._folder / MODEL, self._ranks, lambda folder: self._write_trained(folder, weights))
-        return self._summary(self._measure())
+        summary = self._summary(self._measure(), ended_by)
+        self._callbacks.call("on_end", summary)
+        return summary
 
     def _evaluate(self, *, is_last: bool) -> bool:
         """Evaluate if it is due; returns whether the checkpoint of this step is to be kept as the best."""
@@ -292,7 +336,7 @@ class _Run:
         evaluation, self._best = evaluator.evaluate(self._done, self._stepper.gradients, self._best)
         if self._evaluations is not None:
             self._evaluations.write(evaluation)
-        self._notify("evaluation", evaluation)
+        self._callbacks.call("on_evaluate", evaluation)
         return settings is not None and settings.keep_best and evaluation.is_best and self._done > 0
 
     def _sample(self, *, is_last: bool) -> None:
@@ -303,12 +347,21 @@ class _Run:
         for sample in self._sampler.write(self._done, self._stepper.model):
             if self._samples is not None:
                 self._samples.write(sample)
-            self._notify("note", f"after step {sample.step:,}: {sample.prompt}|{sample.text}")
+            self._callbacks.note(f"after step {sample.step:,}: {sample.prompt}|{sample.text}")
 
-    @property
-    def _is_over(self) -> bool:
-        """Whether the run ends early, since its loss on documents that aren't trained doesn't fall any more."""
-        return self._evaluator is not None and self._evaluator.is_over(self._best)
+    def _ended_by(self) -> EndedBy | None:
+        """Return why no further step is trained; None to train one."""
+        if self._steps is not None and self._done >= self._steps:
+            return "steps"
+        if self._evaluator is not None and self._evaluator.is_over(self._best):
+            return "patience"
+        return "callback" if self._callbacks.ask_to_stop() and self._done > 0 else None
+
+    def _tell_saved(self) -> None:
+        """Tell callbacks of a checkpoint that is whole since the last call."""
+        if self._saver.saved > self._told:
+            self._told = self._saver.saved
+            self._callbacks.call("on_checkpoint", self._told, self._checkpoints / name_of(self._told))
 
     def _launch(self) -> _Launched | None:
         """Launch a step, without waiting for a GPU; None at the end of the data."""
@@ -385,7 +438,7 @@ class _Run:
         self._totals.add(metrics)
         if self._metrics is not None:
             self._metrics.write(metrics)
-        self._notify("step", metrics)
+        self._callbacks.call("on_step", metrics)
         if self._replay is not None:
             self._replay.note(launched.before, seconds, done.waited_s)
         self._stop = self._stop or agreed(signals.tolist())
@@ -486,20 +539,14 @@ class _Run:
         """Measure exposed data time; the run is finished, so training more steps changes nothing of it."""
         if self._replay is None or self._agreed_signal():  # after a signal there is no time to measure
             return None
-        return self._replay.measure(
-            self._loader, self._stepper, self._ranks, self._done + 1, lambda text: self._notify("note", text)
-        )
+        number, note = self._done + 1, self._callbacks.note
+        return self._replay.measure(self._loader, self._stepper, self._ranks, number, note)
 
-    def _notify(self, what: Literal["begin", "step", "evaluation", "note"], about: Any) -> None:
-        if self._ranks.is_first:
-            getattr(self._display, what)(about)
-            if self._tracked is not None and what in ("step", "evaluation"):
-                getattr(self._tracked, what)(about)
-
-    def _summary(self, exposed: Exposed | None) -> TrainSummary:
+    def _summary(self, exposed: Exposed | None, ended_by: EndedBy) -> TrainSummary:
         return TrainSummary(
             overview=self._overview,
             steps=self._done,
+            ended_by=ended_by,
             total_tokens=self._total_tokens,
             totals=self._totals,
             checkpoint=str(self._newest),
@@ -512,115 +559,6 @@ class _Run:
 
 def _newest_words(step: int) -> str:
     return f"the newest checkpoint is of step {step:,}" if step else "there is no checkpoint yet"
-
-
-# What a run reports: before its first step, and after its last.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOverview:
-    """What is about to be trained."""
-
-    steps: int | None
-    """Of the whole run; None where it ends with the data."""
-    resumed_from: int
-    """Step of the checkpoint that it resumes from; 0 for a new run."""
-    num_parameters: int
-    num_trained: int
-    """Parameters that are trained; of an adapter, few."""
-    model: str
-    attention: str
-    world_size: int
-    parallel: str
-    device: str
-    precision: str
-    plans: str | None = None
-    """Mesh, method and rates of the plans; None where steps aren't planned."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Totals:
-    """Sums over the steps of one call."""
-
-    steps: int = 0
-    tokens: int = 0
-    """Of documents."""
-    supervised_tokens: int = 0
-    seconds: float = 0.0
-    data_wait_s: float = 0.0
-    """Part of `seconds` spent waiting for batches, on the slowest rank of each step; the first batch not counted."""
-    first_batch_s: float = 0.0
-    """Seconds until the first batch was ready."""
-    plan_wait_s: float = 0.0
-    """Part of `seconds` spent waiting for plans; the first plan not counted."""
-    first_plan_s: float = 0.0
-    """Seconds until the first plan was ready."""
-    quick_plans: int = 0
-    """Steps whose plan wasn't ready in time, so that a quick one was made."""
-    loss: float | None = None
-    """Of the last step."""
-
-    def add(self, metrics: StepMetrics) -> None:
-        """Add a step."""
-        if self.steps == 0:
-            self.first_batch_s, self.first_plan_s = metrics.data_wait_s, metrics.plan_wait_s or 0.0
-        else:
-            self.data_wait_s += metrics.data_wait_s
-            self.plan_wait_s += metrics.plan_wait_s or 0.0
-        self.quick_plans += metrics.is_quick
-        self.steps += 1
-        self.tokens += metrics.tokens
-        self.supervised_tokens += metrics.supervised_tokens
-        self.seconds += metrics.step_s
-        self.loss = metrics.loss
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Effective tokens of these steps a second."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainSummary:
-    """What was trained."""
-
-    overview: RunOverview
-    steps: int
-    """Of the whole run, including those before it was resumed."""
-    total_tokens: int
-    """Of these steps."""
-    totals: Totals
-    """Of this call."""
-    checkpoint: str
-    model_folder: str
-    metrics: str
-    exposed: Exposed | None = None
-    best: Best | None = None
-    """The lowest loss on documents that aren't trained; None without `[eval]`."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON has it."""
-        values = {"plan" if name == "overview" else name: each for name, each in asdict(self).items()}
-        values["totals"]["tokens_per_s"] = self.totals.tokens_per_s
-        if self.exposed is not None:
-            values["exposed"]["stall"] = self.exposed.stall
-        return values
-
-
-class RunDisplay(Protocol):
-    """Displays a run; only the first rank calls it."""
-
-    def begin(self, overview: RunOverview) -> None:
-        """Show what is about to be trained."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Show a finished step."""
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """Show losses on documents that aren't trained."""
-
-    def note(self, sentence: str) -> None:
-        """Show any other sentence."""
 
 
 # Signals that end a run: Ctrl-C, and SIGTERM and SIGUSR1, which schedulers send.
@@ -695,24 +633,6 @@ def raised(number: int, message: str = "") -> KeyboardInterrupt:
 # The time spent in `next` isn't enough: a loader that keeps the CPU busy makes the steps themselves slower, and on a
 # GPU the host waits at no cost while kernels are queued. So the same batches are trained twice (DS-Analyzer,
 # arXiv:2007.06775), and the stall is `1 - cached / real`.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exposed:
-    """What data cost."""
-
-    steps: int
-    real_s: float
-    """Of the steps as they were trained, on the slowest rank."""
-    cached_s: float
-    """Of the same steps from memory."""
-    waited_s: float
-    """Seconds of `real_s` for which the host waited for batches."""
-
-    @property
-    def stall(self) -> float:
-        """Share of the time that data cost; noise can make it negative."""
-        return 1 - self.cached_s / self.real_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
