@@ -16,7 +16,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from varlen.adapters.hf.head_trial import EVEN_ROWS, LAST_REAL, head_pooling, pools_first_token
-from varlen.adapters.hf.inputs import checked_inputs
+from varlen.adapters.hf.inputs import hidden_inputs
 from varlen.adapters.hf.mixing import check_trunk
 from varlen.adapters.hf.model import accepts, text_config, unwrap
 from varlen.arguments import as_choice
@@ -160,9 +160,8 @@ def _without_head(model: Any, base: Any, batch: PackedBatch, arguments: Mapping[
 
 def _inputs(batch: PackedBatch, trunk: Any) -> dict[str, Any]:
     """Return the arguments for a model's layers, without labels."""
-    inputs = checked_inputs(batch, trunk)
     asked = {"return_dict": True} if accepts(trunk, "return_dict") else {}
-    return {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")} | asked
+    return hidden_inputs(batch, trunk) | asked
 
 
 @contextlib.contextmanager
@@ -246,7 +245,7 @@ def _labels(batch: PackedBatch, base: Any) -> dict[str, Any]:
             at = int(wrong.long().argmax())
             raise DocumentsError(
                 f"document {int(batch.document_ids[at]):,} has class {int(found[at]):,} ({int(wrong.sum()):,} of the "
-                f"batch's {len(found):,} labels are out of range), and {name} has classes 0 to {count - 1:,}; -100 is "
+                f"batch's {len(found):,} are out of range), and {name} has classes 0 to {count - 1:,}; -100 is "
                 "for documents without one, and config.num_labels sets how many there are"
             )
     if not is_class:

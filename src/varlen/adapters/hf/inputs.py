@@ -15,6 +15,7 @@ import torch
 from varlen.adapters.hf import attention
 from varlen.adapters.hf.mixing import (
     check_family,
+    check_trunk,
     drops_block_masks,
     drops_boundaries,
     is_bidirectional,
@@ -104,6 +105,13 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
     return inputs if shifts_labels(model) else inputs | _token_labels(batch, model)
 
 
+def hidden_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
+    """Return the arguments with which each hidden state is its document's own, whatever a pooler makes of them."""
+    check_trunk(model, unwrap(model))
+    inputs = checked_inputs(batch, model)
+    return {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+
+
 def checked_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> dict[str, Any]:
     """Return the arguments of a model whose family and head were checked."""
     check_size(batch, model)
@@ -146,7 +154,7 @@ def _token_labels(batch: PackedBatch, model: Any) -> dict[str, Any]:
         wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= classes))
         if bool(wrong.any()):
             raise DocumentsError(
-                f"token_labels hold class {int(labels[wrong][0]):,} ({int(wrong.sum()):,} labels of the batch are out "
+                f"token_labels hold class {int(labels[wrong][0]):,} ({int(wrong.sum()):,} of the batch are out "
                 f"of range), and {type(unwrap(model)).__name__} has classes 0 to {classes - 1:,}; -100 is for tokens "
                 "without one, and config.num_labels sets how many there are"
             )

@@ -84,6 +84,13 @@ def check_trunk(model: Any, trunk: Any) -> None:
     _check(model, trunk, with_head=False)
 
 
+def pools(model: Any) -> bool:
+    """Return whether a model's head or pooler makes one answer a row, so that `model_inputs` refuses it."""
+    base = unwrap(model)
+    reason, _ = _inspected(base, bool(family(base).boundaries), True)
+    return reason is not None and reason.startswith("pools")
+
+
 def _check(model: Any, base: Any, *, with_head: bool) -> None:
     config = text_config(base)
     reason = _two_sequences(base) or _soft_prompt(model) or _flat_masks(base)

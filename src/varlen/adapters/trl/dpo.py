@@ -196,13 +196,14 @@ class PairCollator:
 
 
 def flat_row(batch: dict[str, Any]) -> PackedBatch:
-    """Return the rows of a padded batch as the documents of one row; only completions are targets.
+    """Return the rows of a padded batch as the documents of one row; only completions are targets, if they are marked.
 
-    `batch`: `input_ids`, `attention_mask` and `completion_mask`, int64 `[rows, width]`.
+    `batch`: `input_ids`, `attention_mask` and, if they are marked, `completion_mask`, int64 `[rows, width]`.
     """
     real = batch["attention_mask"].bool()
     ids = batch["input_ids"][real]
-    labels = torch.where(batch["completion_mask"][real].bool(), ids, IGNORE_INDEX)
+    targets = batch.get("completion_mask", batch["attention_mask"])
+    labels = torch.where(targets[real].bool(), ids, IGNORE_INDEX)
     lengths = real.sum(1).numpy()
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     packing = pack(lengths, max(int(offsets[-1]), 1))
