@@ -196,7 +196,7 @@ class PairCollator:
 
 
 def flat_row(batch: dict[str, Any]) -> PackedBatch:
-    """Return the rows of a padded batch as the documents of one row; only completions are targets, if they are marked.
+    """Return the rows of a padded batch as the documents of one row, whose targets are completions, if marked.
 
     `batch`: `input_ids`, `attention_mask` and, if they are marked, `completion_mask`, int64 `[rows, width]`.
     """

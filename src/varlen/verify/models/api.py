@@ -18,6 +18,7 @@ from varlen.adapters.hf.inputs import batch_wide_rotary, boundaries, hidden_inpu
 from varlen.adapters.hf.mixing import (
     accepting_unknown_code,
     check_family,
+    check_trunk,
     pools,
     record_isolation,
     segment_numbers,
@@ -143,7 +144,7 @@ def verify(
 
 
 def _without_pooling(loaded: LoadedModel) -> LoadedModel:
-    """Return the model that gives hidden states, where a head pools them, as `document_outputs` runs that by itself."""
+    """Return the model below a head that pools, which `document_outputs` runs by itself."""
     base = hf.unwrap(loaded.model)
     if not pools(base) or base.base_model is base:
         return loaded
@@ -326,7 +327,10 @@ def _recurrence(model: Any, cells: Sequence[Cell]) -> AbstractContextManager[Any
 def _refusal(model: Any) -> str:
     """Return why no argument keeps the model's documents apart; empty if some do."""
     try:
-        check_family(model)
+        if pools(model):
+            check_trunk(model, hf.unwrap(model))
+        else:
+            check_family(model)
     except ModelError as error:
         return str(error)
     return ""

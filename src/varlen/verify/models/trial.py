@@ -114,8 +114,8 @@ class Trial:
             logits = getattr(outputs, "last_hidden_state", None)
         if logits is None or logits.ndim != 3:
             raise ModelError(
-                f"{type(hf.unwrap(self.model)).__name__} returns neither logits nor hidden states for each token; pass "
-                "the model with a head of tokens, such as AutoModelForCausalLM makes it, or without one"
+                f"{type(hf.unwrap(self.model)).__name__} returns neither logits nor hidden states for each token; "
+                "pass the model with a head of tokens, such as AutoModelForCausalLM makes it, or without one"
             )
         if (size := logits.shape[-1]) >= self.vocabulary:
             return logits
