@@ -22,9 +22,11 @@ def padded_batches(
             batches.append(left[:rows])
             left = left[rows:]
     while len(batches) % at_once and max(map(len, batches)) > 1:
-        most = max(range(len(batches)), key=lambda number: len(batches[number]))
-        half = len(batches[most]) // 2
-        batches[most : most + 1] = [batches[most][:half], batches[most][half:]]
+        missing = -len(batches) % at_once
+        largest = sorted(range(len(batches)), key=lambda number: -len(batches[number]))[:missing]
+        halved = [[batch[: len(batch) // 2], batch[len(batch) // 2 :]] for batch in batches]
+        parts = [halved[number] if number in largest else [batch] for number, batch in enumerate(batches)]
+        batches = [part for some in parts for part in some if part]
     return batches
 
 
