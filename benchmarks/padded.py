@@ -1,9 +1,9 @@
 """Padded batches: padding, and what ranks wait for each other, of `vl.PaddedSampler` and of others' samplers.
 
-Section `padded`, on log-normal lengths with a mean of about 150 tokens, at most 512, as encoders are trained on: 8 ranks
-with and without accumulation. Each sampler gives an epoch of batches for all ranks; torch's and transformers' have 32
-rows each, and varlen's as many padded tokens at most as 32 of the longest have. All figures are counted, none is timed
-but the making of an epoch.
+Section `padded`, on log-normal lengths with a mean of about 150 tokens, at most 512, as encoders are trained on, with 8
+ranks, with and without accumulation. Each sampler gives an epoch of batches for all ranks; those of torch and
+transformers have 32 rows each, and varlen's as many padded tokens at most as 32 of the longest have. All figures are
+counted but the seconds to make an epoch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ def _grouped(accumulated: int) -> Batches:
 def _rebalanced(accumulated: int) -> Batches:
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-    settings = {"effective_batch_size": ROWS * RANKS * accumulated, "dp_size": RANKS, "grad_accum": accumulated}
+    settings = {
+        "effective_batch_size": ROWS * RANKS * accumulated,
+        "dp_size": RANKS,
+        "grad_accum": accumulated,
+    }
     lengths = _lengths().tolist()
     return [list(BatchRebalanceSampler(lengths, **settings, rank=rank)) for rank in range(RANKS)]
 
@@ -57,7 +61,8 @@ def _rebalanced(accumulated: int) -> Batches:
 def _varlen(accumulated: int) -> Batches:
     settings = {"max_tokens": ROWS * LONGEST, "micro_batches": accumulated, "work": WORK}
     return [
-        list(vl.PaddedSampler(_lengths(), dp_rank=rank, dp_world_size=RANKS, **settings)) for rank in range(RANKS)
+        list(vl.PaddedSampler(_lengths(), dp_rank=rank, dp_world_size=RANKS, **settings))
+        for rank in range(RANKS)
     ]
 
 
@@ -78,7 +83,7 @@ OF_A_RANK = ("transformers, batch_rebalance", "varlen, PaddedSampler")
 
 
 def figures(batches: Batches, lengths: Int32Array, work: tuple[float, float]) -> dict[str, float]:
-    """Return the share of padding, the imbalance of ranks, and the time of an epoch over that of the same documents alone.
+    """Return the share of padding, the imbalance of ranks, and an epoch's time over that of the same documents alone.
 
     Ranks wait for each other at every batch, as with sharded parameters; time is taken for work.
     """
@@ -112,9 +117,22 @@ def _measured(name: str, accumulated: int) -> list[Row]:
     note = f"{found['left out']:,.0f} documents left out" if found["left out"] else ""
     return [
         Limit(what=f"{what}: padding", value=100 * found["padding"], unit="%", limit=None, note=note),
-        Limit(what=f"{what}: work of the slowest rank over the mean", value=found["imbalance"], unit="times", limit=None),
-        Limit(what=f"{what}: epoch over that of documents alone", value=found["time"], unit="times", limit=None),
-        Limit(what=f"{what}: making an epoch for a rank", value=median(seconds), unit="s", limit=None, samples=seconds),
+        Limit(
+            what=f"{what}: work of the slowest rank over the mean",
+            value=found["imbalance"],
+            unit="times",
+            limit=None,
+        ),
+        Limit(
+            what=f"{what}: epoch over that of documents alone", value=found["time"], unit="times", limit=None
+        ),
+        Limit(
+            what=f"{what}: making an epoch for a rank",
+            value=median(seconds),
+            unit="s",
+            limit=None,
+            samples=seconds,
+        ),
     ]
 
 

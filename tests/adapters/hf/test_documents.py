@@ -1,5 +1,6 @@
 """One answer a document: pooling, heads and poolers, equal to each document alone and to padded rows."""
 
+import functools
 import importlib.util
 from typing import Any
 
@@ -263,27 +264,38 @@ def test_heads_of_one_s_own_are_tried_and_not_named():
         hf.document_outputs(own(FirstAndLast), batch)
 
 
+BERT, LLAMA = (functools.partial(classifier, family) for family in ("bert", "llama"))
+
+
 @pytest.mark.parametrize(
-    ("make", "batch", "words"),
+    ("make", "labels", "words"),
     [
-        (lambda: classifier("bert"), {"document_labels": [0, 1, 2, 3, 0, 0, 0]}, r"document 3 has class 3 \(1 of the batch's 7.*0 to 2"),
-        (lambda: classifier("bert"), {"document_labels": [0, -1, -2, 2, 0, 0, 0]}, r"document 1 has class -1 \(2 of"),
-        (lambda: classifier("bert"), {"document_labels": [0.5] * 7}, "tells 3 classes apart"),
-        (lambda: classifier("bert"), {"document_labels": [[0, 1]] * 7}, "2 numbers a document.*answers with 3"),
-        (lambda: made(AutoModelForTokenClassification, "bert"), {}, "answers for each token.*model_inputs"),
-        (lambda: classifier("llama", pad_token_id=None), {}, r"set model\.config\.pad_token_id"),
-        (lambda: nn.Linear(2, 2), {}, "no transformers config"),
+        (BERT, [0, 1, 2, 3, 0, 0, 0], r"document 3 has class 3 \(1 of the batch's 7.*0 to 2"),
+        (BERT, [0, -1, -2, 2, 0, 0, 0], r"document 1 has class -1 \(2 of"),
+        (BERT, [0.5] * 7, r"tells 3 classes apart.*whole numbers"),
+        (BERT, [[0, 1]] * 7, r"2 numbers a document.*answers with 3"),
+        (
+            lambda: made(AutoModelForTokenClassification, "bert"),
+            None,
+            r"answers for each token.*model_inputs",
+        ),
+        (lambda: LLAMA(pad_token_id=None), None, r"set model\.config\.pad_token_id"),
+        (lambda: nn.Linear(2, 2), None, "no transformers config"),
     ],
     ids=["too large", "negative", "numbers", "too many", "tokens", "padding unknown", "no model"],
-)  # fmt: skip
-def test_labels_and_models_that_do_not_fit_are_refused_in_a_sentence(make, batch, words):
+)
+def test_labels_and_models_that_do_not_fit_are_refused_in_a_sentence(make, labels, words):
     with pytest.raises((DocumentsError, ModelError), match=words):
-        hf.document_outputs(make(), packed(**batch))
+        hf.document_outputs(make(), packed(document_labels=labels))
 
 
 def test_what_is_no_batch_is_refused_in_a_sentence():
-    with pytest.raises(DocumentsError, match="takes a PackedBatch.*given dict"):
+    with pytest.raises(DocumentsError, match=r"takes a PackedBatch.*given dict"):
         hf.document_outputs(classifier("bert"), {"input_ids": [[1]]})  # type: ignore[arg-type]
+
+
+def _broken(*_: Any) -> None:
+    raise RuntimeError("broken")
 
 
 def test_a_call_leaves_the_model_as_it_was():
@@ -293,10 +305,10 @@ def test_a_call_leaves_the_model_as_it_was():
 
     assert torch.equal(torch.random.get_rng_state(), state)
     assert "forward" not in vars(model.bert)
-    with pytest.raises(ModelError, match="fails|positions|tokens"):
-        hf.document_outputs(
-            model, packed(lengths=(65, 1)) if False else vl.collate([[5] * 65], vl.pack([65], 65))
-        )
+    model.bert.encoder.layer[0].register_forward_hook(_broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        hf.document_outputs(model, packed())
+    model.bert.encoder.layer[0]._forward_hooks.clear()
     assert "forward" not in vars(model.bert)
     assert model(**padded()).logits.shape == (len(LENGTHS), 3)
 
