@@ -1,6 +1,6 @@
 """Padded batches: padding, and what ranks wait for each other, of `vl.PaddedSampler` and of others' samplers.
 
-Section `padded`, on log-normal lengths with a mean of about 150 tokens, at most 512, as encoders are trained on, with 8
+Section `padded`, on log-normal lengths with a mean of about 150 tokens, at most 512, as encoders have, with 8
 ranks, with and without accumulation. Each sampler gives an epoch of batches for all ranks; those of torch and
 transformers have 32 rows each, and varlen's as many padded tokens at most as 32 of the longest have. All figures are
 counted but the seconds to make an epoch.

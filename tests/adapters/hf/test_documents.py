@@ -365,22 +365,25 @@ def test_rewards_of_pairs_have_the_loss_of_rows():
     assert float(loss) == pytest.approx(float(-logsigmoid(first - second).mean()), rel=1e-6)
 
 
-@pytest.mark.skipif(
+needs_sentence_transformers = pytest.mark.skipif(
     importlib.util.find_spec("sentence_transformers") is None,
     reason="sentence-transformers, whose pooling and losses are the oracle, is not installed",
 )
+
+
+@needs_sentence_transformers
 @pytest.mark.parametrize(
     ("how", "mode"),
     [
-        ("mean", "mean"), ("first", "cls"), ("last", "lasttoken"), ("max", "max"), ("weighted_mean", "weightedmean"),
+        *(("mean", "mean"), ("first", "cls"), ("last", "lasttoken"), ("max", "max")),
+        ("weighted_mean", "weightedmean"),
     ],
-)  # fmt: skip
+)
 def test_pooling_is_that_of_sentence_transformers(how, mode):
-    from sentence_transformers.models import Pooling
+    from sentence_transformers.sentence_transformer.modules import Pooling
 
     model, batch = made(AutoModel, "bert"), packed()
-    hidden = hf.document_outputs(model, batch).last_hidden_state
-    ours = hf.pool(hidden, batch, how)
+    ours = hf.pool(hf.document_outputs(model, batch).last_hidden_state, batch, how)
 
     rows = padded()
     features = {"token_embeddings": model(**rows).last_hidden_state, "attention_mask": rows["attention_mask"]}
@@ -388,22 +391,40 @@ def test_pooling_is_that_of_sentence_transformers(how, mode):
     assert torch.allclose(ours, theirs[batch.document_ids], rtol=0, atol=1e-6)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("sentence_transformers") is None,
-    reason="sentence-transformers, whose pooling and losses are the oracle, is not installed",
-)
-def test_embeddings_of_pairs_have_the_ranking_loss_of_sentence_transformers():
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
+class Embedding(nn.Module):
+    """A model as sentence-transformers' losses call it: padded rows in, pooled vectors out."""
+
+    def __init__(self, model: Any) -> None:
+        from sentence_transformers.sentence_transformer.modules import Pooling
+
+        super().__init__()
+        self.model, self.pooling = model, Pooling(32, pooling_mode="mean")
+
+    def forward(self, features: dict[str, Any]) -> Any:
+        hidden = self.model(**features).last_hidden_state
+        return self.pooling({**features, "token_embeddings": hidden})
+
+
+@needs_sentence_transformers
+def test_embeddings_of_pairs_have_the_ranking_loss_and_gradients_of_sentence_transformers():
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     model, batch = made(AutoModel, "bert"), batch_of_pairs()
+    columns = []
+    for place in (0, 1):
+        width = max(len(row[place]) for row in ROWS)
+        ids = torch.tensor([row[place] + [0] * (width - len(row[place])) for row in ROWS])
+        columns.append({"input_ids": ids, "attention_mask": (ids > 0).long()})
+    theirs = MultipleNegativesRankingLoss(model=Embedding(model))(columns, None)
+    exact = gradients(model, theirs)
+
     hidden = hf.document_outputs(model, batch).last_hidden_state
-    embeddings = hf.pool(hidden, batch, "mean")[batch.group_segments()]
-    anchors, positives = normalize(embeddings, dim=-1).unbind(1)
+    embeddings = normalize(hf.pool(hidden, batch, "mean")[batch.group_segments()], dim=-1)
+    anchors, positives = embeddings.unbind(1)
     ours = cross_entropy(20 * anchors @ positives.T, torch.arange(len(anchors)))
 
-    columns = [
-        torch.stack([alone(model, np.array(row[place])).last_hidden_state[0].mean(0) for row in ROWS])
-        for place in (0, 1)
-    ]
-    theirs = MultipleNegativesRankingLoss(model=nn.Module()).compute_loss_from_embeddings(columns, None)
     assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+    for name, gradient in gradients(model, ours).items():
+        assert torch.allclose(gradient, exact[name], rtol=1e-5, atol=1e-6 * float(exact[name].abs().max())), (
+            name
+        )

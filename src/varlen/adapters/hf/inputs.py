@@ -374,8 +374,11 @@ def _only_config_is_bidirectional(model: Any) -> bool:
 def _mask(batch: PackedBatch, model: Any, kind: str, form: str, dtype: torch.dtype) -> Any:
     config, causal = text_config(model), not is_bidirectional(model)
     window = config.sliding_window if kind == "sliding_attention" else None
-    if window is not None and not causal and not getattr(config, "use_bidirectional_attention", False):
-        window += 1  # to both sides transformers counts the others alone, and Gemma 3 the token itself too
+    counts_itself = getattr(config, "use_bidirectional_attention", False) and getattr(
+        config, "is_causal", True
+    )
+    if window is not None and not causal and not counts_itself:
+        window += 1  # of windows to both sides transformers counts the other tokens, and Gemma 3 all
     if form == "block":
         if kind == "chunked_attention":
             raise ModelError(

@@ -237,7 +237,9 @@ def _own_masks(base: Any, decoder: Any) -> str | None:
     if why is None:
         return None
     names = names_in(decoder)
-    by_config = why.startswith("config.") and "is_decoder" not in why
+    by_config = (
+        getattr(text_config(base), "is_causal", None) is False or "use_bidirectional_attention" in names
+    )
     if any(map(_is_bidirectional_mask, names)) or (by_config and names.intersection(_CAUSAL_MASKS)):
         if uses_registry(base):
             return None
