@@ -8,7 +8,7 @@ A head's own code runs unchanged: of a row of one token, it pools that token, wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -17,8 +17,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from varlen.adapters.hf.head_trial import EVEN_ROWS, LAST_REAL, head_pooling, pools_first_token
 from varlen.adapters.hf.inputs import hidden_inputs
-from varlen.adapters.hf.mixing import check_trunk
-from varlen.adapters.hf.model import accepts, text_config, unwrap
+from varlen.adapters.hf.mixing import check_family, check_trunk
+from varlen.adapters.hf.model import accepts, text_config, text_decoder, unwrap
 from varlen.arguments import as_choice
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch, as_tensor, on_host
 from varlen.errors import DocumentsError, ModelError
@@ -87,7 +87,7 @@ def pool(hidden: torch.Tensor, batch: PackedBatch, how: How = "mean") -> torch.T
     return found.to(hidden.dtype)
 
 
-def document_outputs(model: Any, batch: PackedBatch, **arguments: Any) -> Any:
+def document_outputs(model: Any, batch: PackedBatch) -> Any:
     """Call a model for one answer a document, where it would give one a row: as if each document were a row alone.
 
     The packed batch runs through the model's layers; then each document's hidden states are pooled as the model's
@@ -98,7 +98,6 @@ def document_outputs(model: Any, batch: PackedBatch, **arguments: Any) -> Any:
         model: a transformers model with a head that pools (sequence classification, regression, reward), or without
             one; bare or in DDP, FSDP or PEFT.
         batch: in either layout, best in host memory; with `document_labels` the head returns its own loss of them.
-        **arguments: others for the model's forward.
 
     Returns:
         What the model returns. Of a head, `logits` `[num_segments, labels]` in the order of `batch.document_ids`, and
@@ -120,7 +119,7 @@ def document_outputs(model: Any, batch: PackedBatch, **arguments: Any) -> Any:
     text_config(base)  # refuses what isn't transformers'
     trunk = base.base_model
     if trunk is base:
-        return _without_head(model, base, batch, arguments)
+        return _without_head(model, base, batch)
     check_trunk(model, trunk)
     how, inputs = head_pooling(base, trunk), _inputs(batch, trunk)
     labels = _labels(batch, base)
@@ -141,12 +140,15 @@ def document_outputs(model: Any, batch: PackedBatch, **arguments: Any) -> Any:
         )
 
     with _forward_of(trunk, pooled) as plain:
-        return model(input_ids=one, **labels, **arguments)
+        return model(input_ids=one, **labels)
 
 
-def _without_head(model: Any, base: Any, batch: PackedBatch, arguments: Mapping[str, Any]) -> Any:
+def _without_head(model: Any, base: Any, batch: PackedBatch) -> Any:
     """Return the outputs of a model without a head, with its pooler's for each document."""
-    check_trunk(model, base)
+    if getattr(base, "pooler", None) is None or text_decoder(base) is not base:
+        check_family(model)
+    else:
+        check_trunk(model, base)
 
     def with_pooler(*given: Any, **named: Any) -> Any:
         found = plain(*given, **named)
@@ -155,7 +157,7 @@ def _without_head(model: Any, base: Any, batch: PackedBatch, arguments: Mapping[
         return found
 
     with _forward_of(base, with_pooler) as plain:
-        return model(**_inputs(batch, base), **arguments)
+        return model(**_inputs(batch, base))
 
 
 def _inputs(batch: PackedBatch, trunk: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 
 from varlen.adapters.hf.inputs import model_inputs
 from varlen.adapters.hf.mixing import check_family
-from varlen.adapters.hf.trainer_checks import check_scaling, noise_of_documents
+from varlen.adapters.hf.trainer_checks import check_head, check_scaling, noise_of_documents
 from varlen.adapters.peers import check_processes
 from varlen.arguments import as_count
 from varlen.batch.collate import collate
@@ -50,6 +50,7 @@ class PackedDPOTrainer(DPOTrainer):
             check_scaling("a step of pairs is several batches")
         check_processes(cast(Any, self.accelerator).num_processes)
         check_family(self.model)
+        check_head(self)
         if self._is_vision_dataset:
             raise SettingError("pairs with images can't be packed; use TRL's DPOTrainer for them")
         self.data_collator = PairCollator(cast(Any, self.data_collator))
