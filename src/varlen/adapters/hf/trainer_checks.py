@@ -130,8 +130,8 @@ def check_head(trainer: Any) -> None:
     """Refuse a model whose loss isn't that of the next token, or whose tokens see it."""
     if not shifts_labels(trainer.model) or is_bidirectional(trainer.model):
         raise SettingError(
-            f"{type(unwrap(trainer.model)).__name__} has no loss of the next token, or its tokens see it, and next tokens "
-            "are trained here; take a causal model with a language modelling head, or a loop of your own"
+            f"{type(unwrap(trainer.model)).__name__} has no loss of the next token, or its tokens see it, and next "
+            "tokens are trained here; take a causal model with a language modelling head, or a loop of your own"
         )
 
 
