@@ -138,7 +138,10 @@ def _tried_pooling(base: Any, trunk: Any) -> str:
                 _are_alike(answer(tokens, each[None]), answer(one, pooled(each[None]))) for each in hidden
             )
 
-        by_token = [name for name, value in answer(ids, hidden[:1]).items() if value.ndim > 2]
+        whole, shorter = answer(ids, hidden[:1]), answer(ids[:, 1:], hidden[:1, 1:])
+        by_token = [
+            name for name in whole.keys() & shorter.keys() if whole[name].shape != shorter[name].shape
+        ]
         how = next((name for name, pooled in POOLED.items() if found_as(ids, pooled)), None)
         if pad is not None and how is not None:
             padded = torch.cat([ids[:, :-2], torch.full((1, 2), pad)], 1)
