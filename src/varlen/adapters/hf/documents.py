@@ -66,11 +66,8 @@ def pool(hidden: torch.Tensor, batch: PackedBatch, how: How = "mean") -> torch.T
         raise DocumentsError(
             f"hidden states must be a tensor {[*map(int, batch.input_ids.shape), '...']} for this batch, got {seen}"
         )
-    flat, begins, lengths = (
-        hidden.flatten(0, 1),
-        batch.segment_begins,
-        on_host(batch.document_lengths).astype(np.int64),
-    )
+    flat, begins = hidden.flatten(0, 1), batch.segment_begins
+    lengths = on_host(batch.document_lengths).astype(np.int64)
     if how in ("first", "last"):
         return _rows(flat, begins if how == "first" else begins + lengths - 1)
     wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -150,6 +147,8 @@ def _without_head(model: Any, base: Any, batch: PackedBatch) -> Any:
     else:
         check_trunk(model, base)
 
+    inputs = _inputs(batch, base)
+
     def with_pooler(*given: Any, **named: Any) -> Any:
         found = plain(*given, **named)
         if getattr(base, "pooler", None) is not None:
@@ -157,7 +156,7 @@ def _without_head(model: Any, base: Any, batch: PackedBatch) -> Any:
         return found
 
     with _forward_of(base, with_pooler) as plain:
-        return model(**_inputs(batch, base))
+        return model(**inputs)
 
 
 def _inputs(batch: PackedBatch, trunk: Any) -> dict[str, Any]:
@@ -188,10 +187,8 @@ def _pooler_output(trunk: Any, hidden: torch.Tensor, batch: PackedBatch) -> torc
     if pooler is None:
         return None
     first = pool(hidden, batch, "first")
-    if isinstance(pooler, torch.nn.Linear) and hasattr(
-        trunk, "pooler_activation"
-    ):  # ALBERT picks the token itself
-        found: torch.Tensor = trunk.pooler_activation(pooler(first))
+    if isinstance(pooler, torch.nn.Linear) and hasattr(trunk, "pooler_activation"):
+        found: torch.Tensor = trunk.pooler_activation(pooler(first))  # ALBERT picks the token itself
         return found
     if not pools_first_token(pooler, hidden.shape[-1]):
         raise ModelError(

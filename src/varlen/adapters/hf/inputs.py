@@ -148,9 +148,7 @@ def _token_labels(batch: PackedBatch, model: Any) -> dict[str, Any]:
         return {}
     kind, config = getattr(unwrap(model), "loss_type", None), unwrap(model).config
     classes = config.num_labels if kind == "ForTokenClassification" else logits_size(model)
-    if (
-        not torch.is_tensor(labels) or labels.device.type == "cpu"
-    ):  # on a GPU, looking would wait for the device
+    if not torch.is_tensor(labels) or not labels.is_cuda:  # on a GPU, looking would wait for it
         wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= classes))
         if bool(wrong.any()):
             raise DocumentsError(
@@ -360,6 +358,11 @@ def explicit_masks(batch: PackedBatch, model: Any, form: str, dtype: torch.dtype
     return _mask(batch, model, only_kind(model), form, dtype)
 
 
+def _counts_itself(config: Any) -> bool:
+    """Return whether a window to both sides counts the token itself, as Gemma 3's does."""
+    return bool(getattr(config, "use_bidirectional_attention", False)) and getattr(config, "is_causal", True)
+
+
 def _only_config_is_bidirectional(model: Any) -> bool:
     """Return whether layers that are causal by themselves attend in both directions if the call says so.
 
@@ -374,11 +377,8 @@ def _only_config_is_bidirectional(model: Any) -> bool:
 def _mask(batch: PackedBatch, model: Any, kind: str, form: str, dtype: torch.dtype) -> Any:
     config, causal = text_config(model), not is_bidirectional(model)
     window = config.sliding_window if kind == "sliding_attention" else None
-    counts_itself = getattr(config, "use_bidirectional_attention", False) and getattr(
-        config, "is_causal", True
-    )
-    if window is not None and not causal and not counts_itself:
-        window += 1  # of windows to both sides transformers counts the other tokens, and Gemma 3 all
+    if window is not None and not causal and not _counts_itself(config):
+        window += 1  # on both sides transformers counts the other tokens alone
     if form == "block":
         if kind == "chunked_attention":
             raise ModelError(

@@ -128,7 +128,7 @@ def _two_sequences(base: Any) -> str | None:
 
 def is_bidirectional(model: Any) -> bool:
     """Return whether tokens see later ones of their document."""
-    return _both_directions(text_config(model), text_decoder(model)) is not None
+    return _both_directions(text_config(model), _decoder_of(unwrap(model))) is not None
 
 
 def _both_directions(config: Any, decoder: Any) -> str | None:
@@ -240,7 +240,9 @@ def _own_masks(base: Any, decoder: Any) -> str | None:
     by_config = (
         getattr(text_config(base), "is_causal", None) is False or "use_bidirectional_attention" in names
     )
-    if any(map(_is_bidirectional_mask, names)) or (by_config and names.intersection(_CAUSAL_MASKS)):
+    made = any(map(_is_bidirectional_mask, names)), bool(names.intersection(_CAUSAL_MASKS))
+    # Of code that makes masks of both kinds the configuration must choose, as a part of it may be another's.
+    if made == (True, False) or (made[1] and by_config) or (all(made) and "is_decoder" in names):
         if uses_registry(base):
             return None
         return f"attends in both directions ({why}), and computes attention by itself"
