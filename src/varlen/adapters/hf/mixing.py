@@ -236,13 +236,15 @@ def _own_masks(base: Any, decoder: Any) -> str | None:
     why = _both_directions(text_config(base), decoder)
     if why is None:
         return None
-    names = names_in(decoder)
-    by_config = (
-        getattr(text_config(base), "is_causal", None) is False or "use_bidirectional_attention" in names
-    )
-    made = any(map(_is_bidirectional_mask, names)), bool(names.intersection(_CAUSAL_MASKS))
+    names, config = names_in(decoder), text_config(base)
+    both, causal = any(map(_is_bidirectional_mask, names)), bool(names.intersection(_CAUSAL_MASKS))
     # Of code that makes masks of both kinds the configuration must choose, as a part of it may be another's.
-    if made == (True, False) or (made[1] and by_config) or (all(made) and "is_decoder" in names):
+    chosen = (
+        getattr(config, "is_causal", None) is False
+        or (why.startswith("config.use_bidirectional") and "use_bidirectional_attention" in names)
+        or (both and "is_decoder" in names and not getattr(config, "is_decoder", False))
+    )
+    if (both and not causal) or (causal and chosen):
         if uses_registry(base):
             return None
         return f"attends in both directions ({why}), and computes attention by itself"
