@@ -26,6 +26,7 @@ SECTIONS = {
     "feed_scale": "feeding.scale",
     "demo": "startup",
     "packing": "packing",
+    "padded": "padded",
     "collating": "collating",
     "adapters": "adapters",
     "windows": "packing",

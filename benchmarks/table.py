@@ -22,6 +22,7 @@ END = "<!-- benchmarks: end -->"
 
 TITLES = {
     "packing": "Packing",
+    "padded": "Padded batches",
     "collating": "Collating",
     "adapters": "By frameworks' names",
     "scale": "A hundred million lengths",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from varlen.documents.source import Mixture
     from varlen.errors import VarlenError
     from varlen.feed.loader import PackedLoader
+    from varlen.feed.sampler import PaddedSampler
     from varlen.feed.state import merge_states
     from varlen.pack.api import lower_bound, pack
     from varlen.pack.score import Score, score
@@ -60,6 +61,7 @@ _HOMES = {
     "PackedBatch": "varlen.batch.packed",
     "PackedLoader": "varlen.feed.loader",
     "Packing": "varlen.types",
+    "PaddedSampler": "varlen.feed.sampler",
     "Planner": "varlen.plan.planner",
     "Score": "varlen.pack.score",
     "Search": "varlen.plan.search",
@@ -96,6 +98,7 @@ __all__ = [
     "PackedBatch",
     "PackedLoader",
     "Packing",
+    "PaddedSampler",
     "Planner",
     "Score",
     "Search",

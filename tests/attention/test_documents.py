@@ -29,14 +29,15 @@ from varlen.attention.rules import LayerRules
     scale=st.sampled_from([0.5, 0.3]),
     value_dim=st.sampled_from([4, 6]),
     block=st.sampled_from([1, 3, 512]),
+    causal=st.booleans(),
 )
 def test_outputs_and_gradients_are_those_of_the_definition(
     lengths, heads, window, softcap, with_sinks, scale,
-    value_dim, block
+    value_dim, block, causal
 ):  # fmt: skip
     q, k, v = tensors(sum(lengths), *heads, value_dim, seed=len(lengths))
     sinks = torch.linspace(-1, 1, heads[0], dtype=torch.float64, requires_grad=True) if with_sinks else None
-    rules = LayerRules(scale, window, softcap)
+    rules = LayerRules(scale, window, softcap, is_causal=causal)
     inputs = [q, k, v, *([sinks] if sinks is not None else [])]
     ends = ends_of(lengths)
 
@@ -54,11 +55,12 @@ def test_outputs_and_gradients_are_those_of_the_definition(
         assert torch.allclose(mine, other, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 70])
-def test_documents_longer_than_a_block_are_exact(window):
+def test_documents_longer_than_a_block_are_exact(window, causal):
     lengths = [300, 5, 129]
     q, k, v = (x.detach() for x in tensors(sum(lengths), 2, 1, 4, seed=0))
-    ends, rules = ends_of(lengths), LayerRules(0.5, window)
+    ends, rules = ends_of(lengths), LayerRules(0.5, window, is_causal=causal)
     ours = attend_in_packs(q, k, v, ends=torch.tensor(ends), longest=None, rules=rules)
 
     assert torch.allclose(ours, by_definition(q, k, v, ends, rules), rtol=0, atol=1e-12)
@@ -109,15 +111,17 @@ def by_definition(
     for start, stop in zip(ends[:-1], ends[1:]):
         for i in range(start, stop):
             first = start if rules.window is None else max(start, i - rules.window + 1)
+            last = stop if rules.window is None else min(stop, i + rules.window)
+            last = i + 1 if rules.is_causal else last
             for h in range(heads):
-                scores = k[first : i + 1, h // group] @ q[i, h] * rules.scale
+                scores = k[first:last, h // group] @ q[i, h] * rules.scale
                 if rules.softcap:
                     scores = rules.softcap * torch.tanh(scores / rules.softcap)
                 weights = torch.exp(scores)
                 total = weights.sum()
                 if sinks is not None:
                     total = total + torch.exp(sinks[h])
-                rows.append((weights / total) @ v[first : i + 1, h // group])
+                rows.append((weights / total) @ v[first:last, h // group])
     return torch.stack(rows).view(tokens, heads, -1)
 
 
@@ -141,14 +145,16 @@ def fake_aten_forward(
     is_causal: bool, return_debug_mask: bool, *, scale: Any = None, window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> Any:  # fmt: skip
-    """What `torch.ops.aten._flash_attention_forward` computes: causal, or causal in a window."""
-    assert is_causal == (window_size_left is None)
-    assert window_size_right == (None if is_causal else 0)
+    """What `torch.ops.aten._flash_attention_forward` computes: causal, or within windows of two sides."""
+    open_to_both = not is_causal and window_size_left == window_size_right
+    assert open_to_both or is_causal == (window_size_left is None)
+    assert open_to_both or window_size_right == (None if is_causal else 0)
     assert dropout_p == 0
     assert not return_debug_mask
     assert max_q == max_k == int(cum_seq_q.diff().max())
     assert torch.equal(cum_seq_q, cum_seq_k)
-    rules = LayerRules(scale, None if window_size_left is None else window_size_left + 1)
+    window = None if window_size_left is None else window_size_left + 1
+    rules = LayerRules(scale, window, is_causal=not open_to_both)
     return by_definition(query, key, value, cum_seq_q.tolist(), rules), None
 
 
@@ -156,23 +162,23 @@ def fake_flash_attn(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, *,
     dropout_p: float, softmax_scale: Any, causal: bool, window_size: tuple[int, int], softcap: float,
 ) -> Any:  # fmt: skip
-    """What `flash_attn.flash_attn_varlen_func` is documented to compute, for causal windows."""
-    assert causal
+    """What `flash_attn.flash_attn_varlen_func` is documented to compute."""
     assert dropout_p == 0
-    assert window_size[1] == 0
+    assert window_size[1] == (0 if causal else window_size[0])
     window = None if window_size[0] < 0 else window_size[0] + 1
-    rules = LayerRules(softmax_scale, window, softcap or None)
+    rules = LayerRules(softmax_scale, window, softcap or None, is_causal=causal)
     return by_definition(q, k, v, cu_seqlens_q.tolist(), rules)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 2, 5])
 @pytest.mark.parametrize("name", ["torch", "flash_attn"])
-def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(name, window, monkeypatch):
+def test_fused_kernels_are_asked_for_what_the_per_document_loop_computes(name, window, causal, monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", fake_aten_forward)
     package = types.SimpleNamespace(flash_attn_varlen_func=fake_flash_attn)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     kernel = TorchVarlen().whole if name == "torch" else FlashAttn.whole
-    rules = LayerRules(0.7, window, None if name == "torch" else 2.0)
+    rules = LayerRules(0.7, window, None if name == "torch" else 2.0, is_causal=causal)
     q, k, v = (x.detach() for x in tensors(sum(LENGTHS), 4, 2, 4, seed=0))
     ends = torch.tensor(ends_of(list(LENGTHS)), dtype=torch.int32)
 

@@ -39,6 +39,8 @@ def example(layout: str = "rows") -> PackedBatch:
         vl.pack(lengths, 8, document_multiple_of=2, groups=[0, 1, 2, 1]),
         layout=layout,
         columns={"weight": [np.array(part, np.float32) / 4 for part in documents]},
+        token_labels=[[-100, *part[1:]] for part in documents],
+        document_labels=[2, 0, -100, 1],
         shift_labels=True,
     )
 
@@ -69,7 +71,7 @@ def test_ids_and_labels_are_int64_and_boundaries_int32(device):
     assert {name: getattr(batch, name).dtype for name in INT32} == dict.fromkeys(INT32, torch.int32)
     assert batch.cu_seqlens_padded.dtype == torch.int32
     assert {name: getattr(batch, name).dtype for name in INT64} == dict.fromkeys(INT64, torch.int64)
-    assert batch.document_groups.dtype == torch.int64
+    assert batch.document_groups.dtype == batch.document_labels.dtype == torch.int64
     assert batch.columns["weight"].dtype == torch.float32
     assert all(
         getattr(batch, name).device.type == device for name in (*WIDE, *INT32, *INT64, "cu_seqlens_padded")
@@ -153,7 +155,7 @@ def test_a_missing_torch_is_named_with_the_way_to_install_it(monkeypatch):
 WINDOWS = st.sampled_from([None, 1, 2, 5, 1000])
 
 
-def spelled_out(batch: PackedBatch, window: int | None) -> list[list[list[bool]]]:
+def spelled_out(batch: PackedBatch, window: int | None, is_causal: bool = True) -> list[list[list[bool]]]:
     """Query by query and key by key, from the boundaries alone: segment ids and positions are not looked at."""
     rows, width = batch.input_ids.shape
     bounds = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
@@ -174,8 +176,9 @@ def spelled_out(batch: PackedBatch, window: int | None) -> list[list[list[bool]]
                 at, to = row * width + query, row * width + key
                 if at in owner and to in owner:
                     (mine, now), (other, then) = owner[at], owner[to]
+                    in_sight = then <= now or not is_causal
                     mask[row][query][key] = (
-                        mine == other and then <= now and (not window or now - then < window)
+                        mine == other and in_sight and (not window or abs(now - then) < window)
                     )
                 elif at not in owner:
                     mask[row][query][key] = at == to
@@ -183,14 +186,14 @@ def spelled_out(batch: PackedBatch, window: int | None) -> list[list[list[bool]]
 
 
 @settings(max_examples=settings.default.max_examples // 2)
-@given(cases(), WINDOWS)
-def test_the_dense_mask_is_what_boundaries_spell_out(case, window):
+@given(cases(), WINDOWS, st.booleans())
+def test_the_dense_mask_is_what_boundaries_spell_out(case, window, is_causal):
     batch = case.collate()
-    mask = batch.dense_mask(window)
+    mask = batch.dense_mask(window, is_causal)
 
     assert mask.dtype == np.bool_
     assert mask.shape == (*batch.input_ids.shape, batch.input_ids.shape[1])
-    assert mask.tolist() == spelled_out(batch, window)
+    assert mask.tolist() == spelled_out(batch, window, is_causal)
 
 
 @given(cases(), WINDOWS)
@@ -204,16 +207,16 @@ def test_the_dense_mask_of_tensors_is_that_of_arrays(case, window):
 
 
 @settings(max_examples=settings.default.max_examples // 2)
-@given(cases(), WINDOWS, st.booleans())
-def test_the_mask_function_is_the_dense_mask(case, window, tensors):
+@given(cases(), WINDOWS, st.booleans(), st.booleans())
+def test_the_mask_function_is_the_dense_mask(case, window, is_causal, tensors):
     batch = case.collate()
     rows, width = batch.input_ids.shape
-    function = (batch.to_torch() if tensors else batch).mask_function(window)
+    function = (batch.to_torch() if tensors else batch).mask_function(window, is_causal)
     row, query, key = torch.meshgrid(
         torch.arange(rows), torch.arange(width), torch.arange(width), indexing="ij"
     )
 
-    assert function(row, 0, query, key).tolist() == batch.dense_mask(window).tolist()
+    assert function(row, 0, query, key).tolist() == batch.dense_mask(window, is_causal).tolist()
 
 
 def long_batch(layout: Any) -> PackedBatch:
@@ -241,15 +244,17 @@ def from_blocks(block_mask: Any, function: Any, rows: int, width: int) -> np.nda
     return seen
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("window", [None, 1, 40, 150])
-def test_the_block_mask_lets_a_kernel_see_what_the_dense_mask_says(layout, window):
+def test_the_block_mask_lets_a_kernel_see_what_the_dense_mask_says(layout, window, is_causal):
     batch = long_batch(layout)
     rows, width = batch.input_ids.shape
-    blocks = batch.to_torch().block_mask(window)
-    dense = batch.dense_mask(window)
+    blocks = batch.to_torch().block_mask(window, is_causal)
+    dense = batch.dense_mask(window, is_causal)
 
-    assert np.array_equal(from_blocks(blocks, batch.mask_function(window), rows, width), dense)
+    seen = from_blocks(blocks, batch.mask_function(window, is_causal), rows, width)
+    assert np.array_equal(seen, dense)
     # A block is looked at only if something in it is seen.
     padded = -(-width // 128) * 128
     held = np.zeros((rows, padded, padded), bool)

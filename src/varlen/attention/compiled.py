@@ -44,7 +44,7 @@ def attend_opaquely(
     window = NO_WINDOW if rules.window is None else rules.window
     cap = NO_CAP if rules.softcap is None else rules.softcap
     out: torch.Tensor = torch.ops.varlen.attend(
-        query, key, value, ends, sinks, longest, rules.scale, window, cap
+        query, key, value, ends, sinks, longest, rules.scale, window, cap, rules.is_causal
     )
     return out
 
@@ -59,12 +59,14 @@ def _attended(
     scale: float,
     window: int,
     cap: float,
+    causal: bool,
 ) -> torch.Tensor:
     rules = LayerRules(
         scale=scale,
         window=None if window == NO_WINDOW else window,
         softcap=None if cap == NO_CAP else cap,
         dropout=0.0,
+        is_causal=causal,
     )
     return attend_in_packs(query, key, value, ends=ends, longest=longest, rules=rules, sinks=sinks)
 
@@ -80,9 +82,10 @@ def _attend(
     scale: float,
     window: int,
     cap: float,
+    causal: bool,
 ) -> torch.Tensor:
     with torch.no_grad():
-        return _attended(query, key, value, ends, sinks, longest, scale, window, cap).contiguous()
+        return _attended(query, key, value, ends, sinks, longest, scale, window, cap, causal).contiguous()
 
 
 @_attend.register_fake
@@ -102,12 +105,14 @@ def _attend_backward(
     scale: float,
     window: int,
     cap: float,
+    causal: bool,
 ) -> list[torch.Tensor]:
     given = [query, key, value, *([] if sinks is None else [sinks])]
 
     def attended(*inputs: torch.Tensor) -> torch.Tensor:
         q, k, v, *of_sinks = inputs
-        return _attended(q, k, v, ends, of_sinks[0] if of_sinks else None, longest, scale, window, cap)
+        sink = of_sinks[0] if of_sinks else None
+        return _attended(q, k, v, ends, sink, longest, scale, window, cap, causal)
 
     # Within an operator autograd is off, and this isn't.
     _, pulled_back, *_ = torch.func.vjp(attended, *given)
@@ -131,7 +136,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         gradient.contiguous(), query, key, value, ends, sinks, *ctx.settings
     )
     of_sinks = found[3] if sinks is not None else None
-    return (*found[:3], None, of_sinks, None, None, None, None)
+    return (*found[:3], None, of_sinks, None, None, None, None, None)
 
 
 _attend.register_autograd(_backward, setup_context=_keep)

@@ -1,6 +1,6 @@
 """Attention of whole packs, document by document over flattened tokens: exact, and the fastest way on CPU.
 
-Every document is one call of PyTorch's causal kernel over its own tokens, so the work is the sum of squared document
+Every document is one call of PyTorch's kernel over its own tokens, so the work is the sum of squared document
 lengths, and no mask is formed. Autograd differentiates it, dropout and windows included. Slices (`tiles`) have a
 backward of their own instead, since their keys stand in a cache that several calls share.
 """
@@ -28,7 +28,7 @@ def attend_in_packs(
     rules: LayerRules,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend causally within each segment, by the fastest kernel that computes these rules.
+    """Attend within each segment, by the fastest kernel that computes these rules.
 
     Args:
         query: `[tokens, query_heads, head_dim]`.
@@ -56,6 +56,8 @@ def _document(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules
     length, window = len(query), rules.window
     if window is None or length <= window:
         return _kernel(query, key, value, None, rules)
+    if not rules.is_causal:
+        return _windows_to_both_sides(query, key, value, rules, window)
     # The first `window` tokens see all before them; later ones in blocks, each over the keys that its
     # window reaches: linear in the length. Whole blocks share one mask.
     block = min(max(window, 64), BLOCK)
@@ -66,6 +68,20 @@ def _document(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules
         first, rows = start - window + 1, stop - start
         mask = band[:rows, : window - 1 + rows]
         out.append(_kernel(query[start:stop], key[first:stop], value[first:stop], mask, rules))
+    return torch.cat(out)
+
+
+def _windows_to_both_sides(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: LayerRules, window: int
+) -> torch.Tensor:
+    """Attend to fewer than `window` tokens before and behind, block by block: linear in the length."""
+    length, block, out = len(query), min(max(window, 64), BLOCK), []
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        first, last = max(0, start - window + 1), min(length, stop + window - 1)
+        at, keys = (torch.arange(*span, device=query.device) for span in ((start, stop), (first, last)))
+        mask = (at[:, None] - keys).abs() < window
+        out.append(_kernel(query[start:stop], key[first:last], value[first:last], mask, rules))
     return torch.cat(out)
 
 
@@ -80,14 +96,14 @@ def _band(rows: int, window: int, device: torch.device) -> torch.Tensor:
 def _kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rules: LayerRules
 ) -> torch.Tensor:
-    """Call PyTorch's attention on `[tokens, heads, dim]`; without a mask, causally."""
+    """Call PyTorch's attention on `[tokens, heads, dim]`; without a mask, by the direction of the rules."""
     q, k, v = (heads_of(x) for x in (query, key, value))
     out = scaled_dot_product_attention(
         q,
         k,
         v,
         attn_mask=mask,
-        is_causal=mask is None,
+        is_causal=mask is None and rules.is_causal,
         dropout_p=rules.dropout,
         scale=rules.scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -108,7 +124,8 @@ def _document_by_scores(
     out = []
     for start in range(0, length, BLOCK):
         stop, first = min(start + BLOCK, length), max(0, start - reach + 1)
-        block = query[start:stop], key[first:stop], value[first:stop]
+        last = stop if rules.is_causal else min(length, stop + reach - 1)
+        block = query[start:stop], key[first:last], value[first:last]
         out.append(_block_by_scores(*block, start - first, rules, sinks))
     return torch.cat(out)
 
@@ -130,7 +147,9 @@ def _block_by_scores(
         scores = rules.softcap * torch.tanh(scores / rules.softcap)
     at, keys = (torch.arange(*span, device=query.device) for span in ((offset, offset + rows), (len(key),)))
     distance = at[:, None] - keys
-    seen = distance >= 0 if rules.window is None else (distance >= 0) & (distance < rules.window)
+    seen = distance >= 0 if rules.is_causal else torch.ones_like(distance, dtype=torch.bool)
+    if rules.window is not None:
+        seen = seen & (distance.abs() < rules.window)
     scores = scores.masked_fill(~seen, float("-inf"))
     wide = torch.promote_types(scores.dtype, torch.float32)
     if sinks is not None:

@@ -115,6 +115,8 @@ class TorchVarlen:
         if isinstance(lengths, Lengths) and lengths.sees_all:
             return False, {"window_size_left": None, "window_size_right": None}
         left, right = (None, None) if rules.window is None else (rules.window - 1, 0)
+        if not rules.is_causal:
+            return False, {"window_size_left": left, "window_size_right": left}
         return rules.window is None, {"window_size_left": left, "window_size_right": right}
 
 
@@ -159,8 +161,8 @@ class FlashAttn:
             *ends,
             dropout_p=rules.dropout,
             softmax_scale=rules.scale,
-            causal=True,
-            window_size=(_to_the_left(rules), 0),
+            causal=rules.is_causal,
+            window_size=(_to_the_left(rules), 0 if rules.is_causal else _to_the_left(rules)),
             softcap=rules.softcap or 0.0,
         )
         return out

@@ -24,6 +24,9 @@ class LayerRules(NamedTuple):
     window: int | None = None  # a token sees the last so many tokens, itself included; None for all
     softcap: float | None = None  # scores s become `softcap * tanh(s / softcap)` (Gemma 2); None for no cap
     dropout: float = 0.0  # share of attention weights set to 0; for whole packs only
+    is_causal: bool = (
+        True  # if not, a token sees later ones too, with a window as far as earlier ones; whole packs
+    )
 
 
 def rules_of_call(
@@ -37,6 +40,7 @@ def rules_of_call(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    takes_both_directions: bool = False,
     **rest: Any,
 ) -> LayerRules:
     """Return the rules in a call of the attention function `name`, and refuse what isn't computed.
@@ -44,10 +48,12 @@ def rules_of_call(
     Args:
         module: the attention layer.
         query: `[..., head_dim]`.
+        takes_both_directions: whether attention that isn't causal is computed.
     """
     layer = type(module).__name__
     otherwise = 'choose model.set_attn_implementation("sdpa")'
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if not causal and not takes_both_directions:
         raise ModelError(f'the "{name}" attention is causal, and {layer} attends in both directions')
     if given := [word for word in NOT_COMPUTED if rest.get(word) is not None]:
         raise ModelError(
@@ -63,7 +69,7 @@ def rules_of_call(
             f'"{name}" attention; {otherwise}'
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return LayerRules(scale, sliding_window, softcap or None, dropout)
+    return LayerRules(scale, sliding_window, softcap or None, dropout, causal)
 
 
 def rotary_settings(config: Any) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from varlen.batch.documents import (
     refuse_negative,
 )
 from varlen.batch.layout import Segments, exactness, lay_out, padding_segment, refuse_mismatch
-from varlen.batch.packed import TARGET_WEIGHTS, Layout, PackedBatch
+from varlen.batch.packed import IGNORE_INDEX, TARGET_WEIGHTS, TOKEN_LABELS, Layout, PackedBatch, on_host
 from varlen.errors import DocumentsError, OutputBufferError, SettingError
 from varlen.types import IntArray, Packing, as_packing
 
@@ -51,6 +51,8 @@ def collate(
     *,
     column_pads: Mapping[str, Any] | None = None,
     target_weights: Documents | None = None,
+    token_labels: Documents | None = None,
+    document_labels: npt.ArrayLike | None = None,
     shift_labels: bool = False,
     step_num_targets: int | None = None,
     dp_world_size: int = 1,
@@ -78,6 +80,9 @@ def collate(
         layout: "rows", one row a pack of `capacity` positions, or "flat", all in one row without padding
             between packs.
         target_weights: the weight of each label in the loss, at least 0; where it is 0, the label becomes -100.
+        token_labels: the class of each token itself, -100 for none, for heads that don't predict the next token.
+        document_labels: one for each document that was packed: integers are classes, -100 for none; floating-point
+            numbers, and rows of several numbers `[documents, labels]`, are targets of regression or multiple labels.
         column_pads: values of the columns at padding, 0 where not named.
         shift_labels: also return `shift_labels`, where position t holds the target that follows it.
         step_num_targets: targets in the whole step over all ranks and micro-batches; None takes this batch's.
@@ -91,7 +96,8 @@ def collate(
         A PackedBatch; its docstrings give every array's shape and dtype.
 
     Raises:
-        DocumentsError: documents, labels, masks or columns that don't match the packing or each other.
+        DocumentsError: documents, labels, masks or columns that don't match the packing or each other; a document
+            without its label, or with one and cut into pieces.
         OutputBufferError: a buffer of the wrong shape, dtype or memory layout; nothing has been written then.
         SettingError: an unknown layout, a multiple that doesn't divide the capacity, or a mask beside weights.
 
@@ -120,10 +126,11 @@ def collate(
         )
     columns, pads = _as_mapping(columns, "columns"), _as_mapping(column_pads, "column_pads")
     if columns or pads:
-        check_columns(columns, pads, (*_NAMES, "shift_labels", TARGET_WEIGHTS))
+        check_columns(columns, pads, (*_NAMES, "shift_labels", TARGET_WEIGHTS, TOKEN_LABELS))
     wanted = np.arange(packing.num_packs) if pack_ids is None else as_pack_ids(pack_ids)
     made = None
-    if labels is None and loss_mask is None and target_weights is None and out is None and not columns:
+    per_token = (labels, loss_mask, target_weights, token_labels, out)
+    if all(each is None for each in per_token) and not columns:
         made = plain_fields(documents, packing, wanted, layout, multiple, pad)
     if made is None:
         segments = lay_out(packing, wanted, layout, multiple, documents)
@@ -134,6 +141,8 @@ def collate(
         extra = {name: source.column(values, name, pads.get(name, 0)) for name, values in columns.items()}
         if weights is not None:
             extra[TARGET_WEIGHTS] = weights
+        if token_labels is not None:
+            extra[TOKEN_LABELS] = source.classes(token_labels)
         made = _fields(segments, tokens, targets, extra, out, pad)
     fields, shortest = made
     fields["pack_ids"] = wanted
@@ -142,6 +151,9 @@ def collate(
     fields["step_num_targets"] = fields["num_targets"] if step is None else step
     fields["dp_world_size"] = ranks
     fields["document_groups"] = None if packing.groups is None else packing.groups[fields["document_ids"]]
+    fields["document_labels"] = None
+    if document_labels is not None:
+        fields["document_labels"] = _labels_of(document_labels, packing.num_documents, fields)
     fields["shift_labels"] = _shifted(fields["labels"]) if shift_labels else None
     fields["plan"] = None
     batch = PackedBatch.of(fields)
@@ -282,6 +294,38 @@ def _shifted(labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     shifted = np.full_like(labels, -100)
     shifted[:, :-1] = labels[:, 1:]
     return shifted
+
+
+def _labels_of(values: Any, num_documents: int, fields: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Return the label of each segment's document, `[segments]` or `[segments, labels]`."""
+    if isinstance(values, list | tuple):
+        values = [np.nan if one is None else one for one in values]
+    try:
+        array = on_host(values)
+    except ValueError as error:
+        raise DocumentsError(f"document_labels must be numbers, as many for each document: {error}") from None
+    if array.dtype.kind not in "biuf" or array.ndim not in (1, 2):
+        raise DocumentsError(
+            "document_labels must be numbers, [documents] or [documents, labels]; got "
+            f"{array.dtype} of shape {list(array.shape)}"
+        )
+    if len(array) != num_documents:
+        raise DocumentsError(
+            f"document_labels: {len(array):,} labels for {num_documents:,} documents; give one a document, in the "
+            "order of the documents"
+        )
+    if array.dtype.kind == "f" and (missing := np.isnan(array).reshape(len(array), -1).any(1)).any():
+        raise DocumentsError(
+            f"document_labels: document {np.argmax(missing):,} has no label ({missing.sum():,} of {missing.size:,} "
+            "have none); leave such documents out, or give -100 as their class"
+        )
+    documents, found = fields["document_ids"], array[fields["document_ids"]]
+    if (cut := fields["document_starts"] > 0).any():
+        raise DocumentsError(
+            f"document {documents[np.argmax(cut)]:,} is cut into pieces ({cut.sum():,} later pieces in this batch), "
+            'and a label is for a whole document; pack with overlong="error", "truncate" or "drop"'
+        )
+    return found.astype(np.int64 if found.dtype.kind in "biu" and found.ndim == 1 else np.float32)
 
 
 def _report_without_targets(batch: PackedBatch) -> None:
@@ -445,6 +489,13 @@ class Source:
         if array.dtype.itemsize > 4 and np.count_nonzero(single) != np.count_nonzero(array):
             raise DocumentsError("target_weights hold numbers so small that float32 takes them for 0")
         return Column(single, starts, np.zeros(1, np.float32))
+
+    def classes(self, values: Documents) -> Column:
+        """Return classes of tokens as an int32 column."""
+        array, starts = self._read(values, TOKEN_LABELS)
+        check_integers(array, TOKEN_LABELS)
+        self._check_range(array, starts, TOKEN_LABELS)
+        return Column(array.astype(np.int32, copy=False), starts, np.full(1, IGNORE_INDEX, np.int32))
 
     def _read(self, values: Documents, name: str) -> tuple[npt.NDArray[Any], IntArray]:
         """Return flat values and the index of each segment's first value."""

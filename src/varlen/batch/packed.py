@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from varlen.errors import MissingExtraError, SettingError
+from varlen.errors import DocumentsError, MissingExtraError, SettingError
 from varlen.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -31,10 +31,15 @@ Layout = Literal["rows", "flat"]
 IGNORE_INDEX = -100
 
 _TOKENS = ("input_ids", "labels", "position_ids", "shift_labels")
-_SEGMENTS = ("document_ids", "document_starts", "document_lengths", "document_targets", "document_groups")
+_SEGMENTS = (
+    *("document_ids", "document_starts", "document_lengths", "document_targets", "document_groups"),
+    "document_labels",
+)
 _NUMBERS = ("segment_ids", "cu_seqlens", "cu_seqlens_padded", "pack_ids", "pack_offsets", *_SEGMENTS)
 TARGET_WEIGHTS = "target_weights"
 """The name of the column with the weight of each target in the loss."""
+TOKEN_LABELS = "token_labels"
+"""The name of the column with the class of each token."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,6 +94,9 @@ class PackedBatch:
     """Ranks that the step's packs are dealt to, for `loss_scale`; 1 with a plan: `SliceEngine` scales its losses."""
     document_groups: Array | None = None
     """int64 `[num_segments]`: the group of each segment's document, if the packing has groups."""
+    document_labels: Array | None = None
+    """`[num_segments]` or `[num_segments, labels]`: what `collate` was given for each segment's document: int64
+    classes, -100 for none, or float32 numbers."""
     shift_labels: Array | None = None
     """Same shape as `labels`: position t's target is the token at t + 1. Present on request."""
     columns: Mapping[str, Array] = field(default_factory=dict)
@@ -143,6 +151,47 @@ class PackedBatch:
         float32, same shape as `labels`, 0 where the label is -100.
         """
         return self.columns.get(TARGET_WEIGHTS)
+
+    @property
+    def token_labels(self) -> Array | None:
+        """What a head is to say of each token itself, for token classification and masked tokens; None if not given.
+
+        int32, same shape as `labels`, -100 for none and at padding. Unlike `labels` it isn't shifted by a model, so a
+        document's first token has one too.
+        """
+        return self.columns.get(TOKEN_LABELS)
+
+    def group_segments(self) -> IntArray:
+        """Return the segments of each group: the pairs of a reward model, the anchors and positives of an embedding.
+
+        Returns:
+            int64 `[num_groups, size]` in host memory: numbers of segments, by which to index what is computed for
+            each document, such as `pooled[batch.group_segments()]`. Groups rise by number, and within a group the
+            documents.
+
+        Raises:
+            SettingError: the packing has no groups.
+            DocumentsError: groups that aren't all of one size, or a document in several pieces.
+        """
+        if self.document_groups is None:
+            raise SettingError("this batch has no groups: pack with groups=, one number a document")
+        groups, documents = on_host(self.document_groups), on_host(self.document_ids)
+        order = np.lexsort((documents, groups)).astype(np.int64)
+        _, counts = np.unique(groups, return_counts=True)
+        pieces = documents.size - np.unique(documents).size
+        if pieces:
+            raise DocumentsError(
+                f"{pieces:,} segments are further pieces of documents, and a group is made of whole ones; pack with "
+                'overlong="error", "truncate" or "drop"'
+            )
+        if counts.size and counts.min() != counts.max():
+            usual = int(np.bincount(counts).argmax())
+            odd = np.unique(groups)[counts != usual]
+            raise DocumentsError(
+                f"{odd.size:,} of {counts.size:,} groups don't have {usual} documents as most do, group {odd[0]:,} "
+                "first; groups of one size are needed here: pack those of other sizes apart"
+            )
+        return order.reshape(counts.size, -1)
 
     @property
     def packs_without_targets(self) -> IntArray:
@@ -205,7 +254,7 @@ class PackedBatch:
         Raises:
             SettingError: "pair" without groups in the packing, or an unknown weighting.
         """
-        labels, begins, lengths = on_host(self.labels), self._begins(), on_host(self.document_lengths)
+        labels, begins, lengths = on_host(self.labels), self.segment_begins, on_host(self.document_lengths)
         own = None if self.target_weights is None else on_host(self.target_weights)
         each = target_weights(
             weighting,
@@ -221,33 +270,37 @@ class PackedBatch:
         on_torch = not isinstance(self.labels, np.ndarray)
         return as_tensor(weights, self.labels.device, widen=False) if on_torch else weights
 
-    def dense_mask(self, sliding_window: int | None = None) -> Array:
+    def dense_mask(self, sliding_window: int | None = None, is_causal: bool = True) -> Array:
         """Return the attention mask as booleans: causal within each segment; padding attends only to itself.
 
         Args:
             sliding_window: attend only to this many last positions, the token itself included.
+            is_causal: if not, each token attends to later ones of its segment too, with a window as far as to
+                earlier ones.
 
         Returns:
             bool `[rows, width, width]`, True where row position q may attend to column position k; quadratic
             in the width, so for reference, small models and kernels without varlen support.
         """
-        return dense_mask(self.segment_ids, self.position_ids, sliding_window)
+        return dense_mask(self.segment_ids, self.position_ids, sliding_window, is_causal)
 
-    def mask_function(self, sliding_window: int | None = None) -> Callable[..., Any]:
+    def mask_function(self, sliding_window: int | None = None, is_causal: bool = True) -> Callable[..., Any]:
         """Return FlexAttention's `mask_mod(batch, head, query, key)` for this batch; needs torch.
 
         Args:
             sliding_window: as in `dense_mask`.
+            is_causal: as in `dense_mask`.
         """
-        return mask_function(self.segment_ids, sliding_window)
+        return mask_function(self.segment_ids, sliding_window, is_causal)
 
-    def block_mask(self, sliding_window: int | None = None) -> Any:
+    def block_mask(self, sliding_window: int | None = None, is_causal: bool = True) -> Any:
         """Return FlexAttention's `BlockMask` for this batch; needs torch.
 
         Args:
             sliding_window: as in `dense_mask`.
+            is_causal: as in `dense_mask`.
         """
-        return block_mask(self.segment_ids, sliding_window)
+        return block_mask(self.segment_ids, sliding_window, is_causal)
 
     def to_torch(self, device: torch.device | str | None = None) -> PackedBatch:
         """Return the same batch as torch tensors.
@@ -318,8 +371,9 @@ class PackedBatch:
         """Physical boundaries, in host memory."""
         return on_host(self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded)
 
-    def _begins(self) -> IntArray:
-        """First position of every segment in the flattened batch."""
+    @property
+    def segment_begins(self) -> IntArray:
+        """int64 `[num_segments]`: the first position of each segment in the flattened batch; in host memory."""
         starts = self._bounds()[:-1]
         begins: IntArray = starts[on_host(self.segment_ids).reshape(-1)[starts] >= 0].astype(np.int64)
         return begins
@@ -402,8 +456,10 @@ def _reciprocals(counts: FloatArray) -> FloatArray:
     return np.divide(1.0, counts, out=np.zeros_like(counts), where=counts > 0)
 
 
-def dense_mask(segment_ids: Any, position_ids: Any, sliding_window: int | None = None) -> Any:
-    """Return bool `[rows, width, width]`: query q may attend to key k in its segment, not later than itself.
+def dense_mask(
+    segment_ids: Any, position_ids: Any, sliding_window: int | None = None, is_causal: bool = True
+) -> Any:
+    """Return bool `[rows, width, width]`: query q may attend to key k in its segment; if causal, not a later one.
 
     Padding attends only to itself, so that no softmax row is empty. Works on numpy arrays and on tensors, on their
     device. Quadratic in the width.
@@ -411,9 +467,9 @@ def dense_mask(segment_ids: Any, position_ids: Any, sliding_window: int | None =
     check_window(sliding_window)
     queries, keys = position_ids[:, :, None], position_ids[:, None, :]
     same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids >= 0)[:, :, None]
-    mask = same & (keys <= queries)
+    mask = same & (keys <= queries) if is_causal else same
     if sliding_window is not None:
-        mask = mask & (queries - keys < sliding_window)
+        mask = mask & (abs(queries - keys) < sliding_window)
     diagonal = np.arange(segment_ids.shape[1])
     mask[:, diagonal, diagonal] = True
     return mask
@@ -455,26 +511,30 @@ def on_host(array: Any) -> npt.NDArray[Any]:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
-def mask_function(segment_ids: Any, sliding_window: int | None = None) -> Callable[..., Any]:
+def mask_function(
+    segment_ids: Any, sliding_window: int | None = None, is_causal: bool = True
+) -> Callable[..., Any]:
     """Return FlexAttention's `mask_mod(row, head, query, key)` for the mask of `dense_mask`."""
     check_window(sliding_window)
     owners = import_torch().as_tensor(segment_ids)
 
     def mask_mod(row: Any, head: Any, query: Any, key: Any) -> Any:  # noqa: ARG001 - FlexAttention's signature
-        same = (owners[row, query] == owners[row, key]) & (owners[row, query] >= 0) & (key <= query)
+        same = (owners[row, query] == owners[row, key]) & (owners[row, query] >= 0)
+        if is_causal:
+            same = same & (key <= query)
         if sliding_window is not None:
-            same = same & (query - key < sliding_window)
+            same = same & (abs(query - key) < sliding_window)
         return same | (query == key)
 
     return mask_mod
 
 
-def block_mask(segment_ids: Any, sliding_window: int | None = None) -> Any:
+def block_mask(segment_ids: Any, sliding_window: int | None = None, is_causal: bool = True) -> Any:
     """Return FlexAttention's `BlockMask`, on the device of the ids; cost grows with the squared width."""
     torch = import_torch()
     from torch.nn.attention.flex_attention import create_block_mask
 
     rows, width = segment_ids.shape
     device = segment_ids.device if isinstance(segment_ids, torch.Tensor) else "cpu"
-    mask_mod = mask_function(segment_ids, sliding_window)
+    mask_mod = mask_function(segment_ids, sliding_window, is_causal)
     return create_block_mask(mask_mod, B=rows, H=None, Q_LEN=width, KV_LEN=width, device=device)

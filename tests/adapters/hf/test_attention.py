@@ -143,11 +143,10 @@ def test_boundaries_that_leave_tokens_out_are_refused():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"is_causal": False}, "attends in both directions"),
         ({"position_bias": torch.zeros(1)}, "passes position_bias"),
         ({"sliding": True}, "layer 0 slides a window, but Layer doesn't pass its width"),
     ],
-    ids=["bidirectional", "bias", "window untold"],
+    ids=["bias", "window untold"],
 )
 def test_patterns_that_it_is_not_told_or_does_not_compute_are_refused(change, words):
     kind = "sliding_attention" if "sliding" in change else "full_attention"

@@ -326,11 +326,13 @@ def test_what_is_no_model_is_an_error():
         check_isolation(torch.nn.Linear(2, 2), packed())
 
 
-def test_a_model_without_its_head_is_refused_in_a_sentence():
-    report = check_isolation(tiny("llama", "sdpa").model, packed())
+def test_a_model_without_its_head_is_judged_by_its_hidden_states():
+    model = tiny("llama", "sdpa").model
+    report = check_isolation(model, packed())
+    leaky = check_isolation(model, packed(), inputs=hf.inputs_without_boundaries)
 
-    assert report.verdict == "refuses"
-    assert "LlamaModel returns no logits; pass the model with its head" in report.reason
+    assert report.verdict == "isolated"
+    assert leaky.verdict == "leaks"
 
 
 def test_what_is_no_batch_is_an_error():

@@ -1,7 +1,8 @@
-"""transformers: the keyword arguments that keep documents apart, and an attention that runs per document."""
+"""transformers: the arguments that keep documents apart, answers for each document, and attention per document."""
 
 from varlen.adapters.hf.attention import register, use_varlen_attention
 from varlen.adapters.hf.collator import DataCollatorWithFlattening
+from varlen.adapters.hf.documents import document_outputs, pool
 from varlen.adapters.hf.inputs import (
     inputs_without_boundaries,
     model_inputs,
@@ -23,6 +24,7 @@ from varlen.adapters.hf.model import (
 __all__ = [
     "DataCollatorWithFlattening",
     "accepts",
+    "document_outputs",
     "first_position",
     "has_experts",
     "implementation",
@@ -32,6 +34,7 @@ __all__ = [
     "model_type",
     "mrope_positions",
     "plain_inputs",
+    "pool",
     "register",
     "text_config",
     "unwrap",

@@ -91,7 +91,7 @@ def varlen_attention(
     max_length_q: int | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within documents; transformers' calling convention.
+    """Attend within documents, causally or in both directions as the layer does; transformers' calling convention.
 
     Args:
         query: `[rows, query_heads, width, head_dim]`.
@@ -103,7 +103,9 @@ def varlen_attention(
         `[rows, width, query_heads, value_dim]`, and None for the weights, which are never formed.
     """
     ends = _checked_boundaries(query, key, attention_mask, cu_seq_lens_q)
-    rules = rules_of_call(module, query, NAME, dropout=dropout, scaling=scaling, **rest)
+    rules = rules_of_call(
+        module, query, NAME, dropout=dropout, scaling=scaling, takes_both_directions=True, **rest
+    )
     rows, _, width, _ = query.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     if torch.compiler.is_compiling():

@@ -15,8 +15,10 @@ import torch
 from varlen.adapters.hf import attention
 from varlen.adapters.hf.mixing import (
     check_family,
+    check_trunk,
     drops_block_masks,
     drops_boundaries,
+    is_bidirectional,
     segment_arguments,
 )
 from varlen.adapters.hf.model import (
@@ -26,6 +28,7 @@ from varlen.adapters.hf.model import (
     first_position,
     has_experts,
     implementation,
+    logits_size,
     model_type,
     named_kinds,
     only_kind,
@@ -36,7 +39,7 @@ from varlen.adapters.hf.model import (
     uses_registry,
 )
 from varlen.attention.rules import MASKLESS_KINDS, SELECTING, rotary_settings
-from varlen.batch.packed import PackedBatch, on_host
+from varlen.batch.packed import IGNORE_INDEX, PackedBatch, as_tensor, on_host
 from varlen.errors import DocumentsError, ModelError, described
 from varlen.types import IntArray
 
@@ -56,6 +59,8 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
     - "varlen" and FlashAttention: `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`, and no
       mask, which would turn boundaries off.
 
+    Masks are causal, or open to both sides, as the model's attention is.
+
     In all cases `position_ids` restart at every document (a model that knows distances alone takes none), and
     `use_cache=False`. Labels aren't shifted: the model shifts them, and every document's first label is -100, so no
     loss crosses a boundary. The loss that the model returns is the mean over this batch's targets, and 0/0 without
@@ -69,7 +74,8 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
 
     Args:
         batch: in either layout, numpy arrays or torch tensors; moved to the model's device.
-        model: a decoder-only transformers model, bare or in DDP, FSDP, PEFT or `torch.compile`.
+        model: a transformers model, decoder or encoder, bare or in DDP, FSDP, PEFT or `torch.compile`, whose outputs
+            are one a token; for heads that pool see `document_outputs`.
         media: for such models, what the processor made of the images and videos of each document of the data set,
             by its number: `{"pixel_values": ..., "image_grid_thw": ...}`; None or nothing for documents of text.
 
@@ -77,20 +83,37 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
         `input_ids`, `position_ids` and `labels` int64 `[rows, width]`, `use_cache`, the arguments above, and
         `shift_labels` where the batch has them; `labels` and `use_cache` where the model takes them. With M-RoPE
         `position_ids` are `[4, rows, width]`, and the arrays of all images come along, in the order of the documents
-        in the batch. No `labels` for heads whose loss isn't that of the next token (token classification, answers):
-        compute their loss from the logits, which are each document's own.
+        in the batch. For heads whose loss isn't that of the next token (token classification, masked tokens, answers)
+        the labels are `batch.token_labels`; without these there are none among the arguments. A column
+        `token_type_ids` comes along where the model takes it.
 
     Raises:
-        DocumentsError: not a PackedBatch, or images that don't belong to its tokens.
-        ModelError: no arguments would keep this model's documents apart (recurrent, hybrid, bidirectional
-            and encoder-decoder models, unknown attention functions), or it has too few positions or too
-            small a vocabulary, or would scale documents by what shares their row.
+        DocumentsError: not a PackedBatch, token labels that are no classes of this head, or images that don't belong
+            to the batch's tokens.
+        ModelError: no arguments would keep this model's documents apart (recurrent, hybrid
+            and encoder-decoder models, masks of a model's own, unknown attention functions), or it has too few
+            positions or too small a vocabulary, or would scale documents by what shares their row.
     """
     check_family(model)
     if not isinstance(batch, PackedBatch):
         raise DocumentsError(
             f"model_inputs takes a PackedBatch, as vl.collate returns it, and was given {type(batch).__name__}"
         )
+    inputs = checked_inputs(batch, model, media)
+    if is_bidirectional(model) or not shifts_labels(model):  # tokens that see the next one don't predict it
+        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+    return inputs if shifts_labels(model) else inputs | _token_labels(batch, model)
+
+
+def hidden_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
+    """Return the arguments with which each hidden state is its document's own, whatever a pooler makes of them."""
+    check_trunk(model, unwrap(model))
+    inputs = checked_inputs(batch, model)
+    return {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+
+
+def checked_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> dict[str, Any]:
+    """Return the arguments of a model whose family and head were checked."""
     check_size(batch, model)
     check_scaled(batch, model)
     inputs = _arguments(batch, model) | _of_vision(batch, model, media)
@@ -109,8 +132,6 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
             f'"{implementation(model)}" takes none; use model.set_attn_implementation("sdpa"), or "eager"'
         )
     inputs = {name: v for name, v in inputs.items() if name not in OPTIONAL or accepts(model, name)}
-    if not shifts_labels(model):
-        inputs.pop("labels", None)
     refused = [name for name in inputs if not accepts(model, name)]
     if refused:
         raise ModelError(
@@ -118,6 +139,24 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
             "kept apart; give it one document a row (padded)"
         )
     return inputs
+
+
+def _token_labels(batch: PackedBatch, model: Any) -> dict[str, Any]:
+    """Return the classes of tokens as the labels of a head that takes them."""
+    labels = batch.token_labels
+    if labels is None or not accepts(model, "labels"):
+        return {}
+    kind, config = getattr(unwrap(model), "loss_type", None), unwrap(model).config
+    classes = config.num_labels if kind == "ForTokenClassification" else logits_size(model)
+    if not torch.is_tensor(labels) or not labels.is_cuda:  # on a GPU, looking would wait for it
+        wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= classes))
+        if bool(wrong.any()):
+            raise DocumentsError(
+                f"token_labels hold class {int(labels[wrong][0]):,} ({int(wrong.sum()):,} of the batch are out "
+                f"of range), and {type(unwrap(model)).__name__} has classes 0 to {classes - 1:,}; -100 is for tokens "
+                "without one, and config.num_labels sets how many there are"
+            )
+    return {"labels": as_tensor(labels, _input_device(model), widen=True)}
 
 
 def _check_width(batch: PackedBatch, model: Any) -> None:
@@ -209,7 +248,7 @@ def inputs_without_boundaries(batch: PackedBatch, model: Any) -> dict[str, Any]:
 
 
 def plain_inputs(input_ids: torch.Tensor, model: Any) -> dict[str, Any]:
-    """Return the arguments of an ordinary causal call in which every row is one document.
+    """Return the arguments of an ordinary call in which every row is one document.
 
     What packing must equal when a row holds one document, and what leaks when it holds several.
 
@@ -226,6 +265,8 @@ def plain_inputs(input_ids: torch.Tensor, model: Any) -> dict[str, Any]:
         rows, width = input_ids.shape
         ends = torch.arange(rows + 1, dtype=torch.int32, device=input_ids.device) * width
         inputs |= _boundary_arguments(ends, width)
+    if _only_config_is_bidirectional(model):
+        inputs["is_causal"] = False
     return {name: v for name, v in inputs.items() if name not in OPTIONAL or accepts(model, name)}
 
 
@@ -284,6 +325,10 @@ def _arguments(batch: PackedBatch, model: Any) -> dict[str, Any]:
         inputs |= args | segment_arguments(model_type(model), args["cu_seq_lens_q"], *tensors.input_ids.shape)
     if not with_boundaries:
         inputs["attention_mask"] = explicit_masks(tensors, model, MASK_FORMS[name], base.dtype)
+    elif _only_config_is_bidirectional(model):
+        inputs["is_causal"] = False
+    if "token_type_ids" in tensors.columns and accepts(model, "token_type_ids"):
+        inputs["token_type_ids"] = tensors.columns["token_type_ids"].long()
     if tensors.shift_labels is not None:
         inputs["shift_labels"] = tensors.shift_labels
     if tensors.target_weights is not None:
@@ -306,23 +351,42 @@ def explicit_masks(batch: PackedBatch, model: Any, form: str, dtype: torch.dtype
     kinds = named_kinds(config)
     if family(model).boundaries:
         masked = [kind for kind in dict.fromkeys(("full_attention", *kinds)) if kind not in MASKLESS_KINDS]
-        masks = {kind: _mask(batch, config, kind, form, dtype) for kind in masked}
+        masks = {kind: _mask(batch, model, kind, form, dtype) for kind in masked}
         return masks | dict.fromkeys(MASKLESS_KINDS)
     if kinds:
-        return {kind: _mask(batch, config, kind, form, dtype) for kind in kinds}
-    return _mask(batch, config, only_kind(model), form, dtype)
+        return {kind: _mask(batch, model, kind, form, dtype) for kind in kinds}
+    return _mask(batch, model, only_kind(model), form, dtype)
 
 
-def _mask(batch: PackedBatch, config: Any, kind: str, form: str, dtype: torch.dtype) -> Any:
+def _counts_itself(config: Any) -> bool:
+    """Return whether a window to both sides counts the token itself, as Gemma 3's does."""
+    return bool(getattr(config, "use_bidirectional_attention", False)) and getattr(config, "is_causal", True)
+
+
+def _only_config_is_bidirectional(model: Any) -> bool:
+    """Return whether layers that are causal by themselves attend in both directions if the call says so.
+
+    Without a mask transformers' attention goes by the layer, and not by the configuration.
+    """
+    layers = text_decoder(model).modules()
+    return getattr(text_config(model), "is_causal", None) is False and any(
+        getattr(layer, "is_causal", False) is True for layer in layers
+    )
+
+
+def _mask(batch: PackedBatch, model: Any, kind: str, form: str, dtype: torch.dtype) -> Any:
+    config, causal = text_config(model), not is_bidirectional(model)
     window = config.sliding_window if kind == "sliding_attention" else None
+    if window is not None and not causal and not _counts_itself(config):
+        window += 1  # on both sides transformers counts the other tokens alone
     if form == "block":
         if kind == "chunked_attention":
             raise ModelError(
                 "chunked attention has no FlexAttention block mask in varlen; use "
                 'model.set_attn_implementation("sdpa")'
             )
-        return batch.block_mask(sliding_window=window)
-    mask: torch.Tensor = batch.dense_mask(sliding_window=window)
+        return batch.block_mask(sliding_window=window, is_causal=causal)
+    mask: torch.Tensor = batch.dense_mask(sliding_window=window, is_causal=causal)
     if kind == "chunked_attention":
         chunk = batch.position_ids // config.attention_chunk_size
         mask = mask & (chunk[:, :, None] == chunk[:, None, :])

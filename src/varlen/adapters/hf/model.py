@@ -121,6 +121,9 @@ def named_kinds(config: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(getattr(config, "layer_types", None) or ()))
 
 
+_SLIDING = "bidirectional_sliding_window_mask"
+
+
 def only_kind(model: Any) -> str:
     """Return the kind of attention of a model whose layers are all alike and have no names.
 
@@ -134,7 +137,7 @@ def only_kind(model: Any) -> str:
             source = inspect.getsource(module) if module else ""
         except OSError:
             source = ""
-        if not source or "sliding_window_causal_mask" in source:
+        if not source or "sliding_window_causal_mask" in source or _SLIDING in source:
             return "sliding_attention"
     if getattr(config, "attention_chunk_size", None) is not None:
         return "chunked_attention"
@@ -202,14 +205,15 @@ def uses_registry(model: Any) -> bool:
 def accepts(model: Any, name: str) -> bool:
     """Return whether the model's forward takes an argument of this name, if need be in its `**kwargs`.
 
-    `position_ids` must be in the signature: models that compute positions themselves ignore it in `**kwargs`.
+    `position_ids` must be in the signature, as models that compute positions themselves ignore it in `**kwargs`; and
+    so must `token_type_ids`.
 
     Args:
         model: a transformers model, bare or wrapped.
         name: of the argument.
     """
     parameters = inspect.signature(unwrap(model).forward).parameters
-    if name in parameters or name == "position_ids":
+    if name in parameters or name in ("position_ids", "token_type_ids"):
         return name in parameters
     return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

@@ -12,6 +12,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
+from varlen.adapters.hf.mixing import is_bidirectional
 from varlen.adapters.hf.model import shifts_labels, text_config, unwrap
 from varlen.adapters.peers import check_processes
 from varlen.batch.packed import LossWeighting, PackedBatch
@@ -126,11 +127,11 @@ def _check_ranks(trainer: Any, loader: PackedLoader) -> None:
 
 
 def check_head(trainer: Any) -> None:
-    """Refuse a model whose loss isn't that of the next token."""
-    if not shifts_labels(trainer.model):
+    """Refuse a model whose loss isn't that of the next token, or whose tokens see it."""
+    if not shifts_labels(trainer.model) or is_bidirectional(trainer.model):
         raise SettingError(
-            f"{type(unwrap(trainer.model)).__name__} has no loss of the next token, and the loader's labels are next "
-            "tokens; take a model with a language modelling head, or a loop of your own over the loader's batches"
+            f"{type(unwrap(trainer.model)).__name__} has no loss of the next token, or its tokens see it, and next "
+            "tokens are trained here; take a causal model with a language modelling head, or a loop of your own"
         )
 
 

@@ -15,7 +15,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 
 from varlen.adapters.hf.inputs import model_inputs
 from varlen.adapters.hf.mixing import check_family
-from varlen.adapters.hf.trainer_checks import check_scaling, noise_of_documents
+from varlen.adapters.hf.trainer_checks import check_head, check_scaling, noise_of_documents
 from varlen.adapters.peers import check_processes
 from varlen.arguments import as_count
 from varlen.batch.collate import collate
@@ -50,6 +50,7 @@ class PackedDPOTrainer(DPOTrainer):
             check_scaling("a step of pairs is several batches")
         check_processes(cast(Any, self.accelerator).num_processes)
         check_family(self.model)
+        check_head(self)
         if self._is_vision_dataset:
             raise SettingError("pairs with images can't be packed; use TRL's DPOTrainer for them")
         self.data_collator = PairCollator(cast(Any, self.data_collator))
@@ -196,13 +197,14 @@ class PairCollator:
 
 
 def flat_row(batch: dict[str, Any]) -> PackedBatch:
-    """Return the rows of a padded batch as the documents of one row; only completions are targets.
+    """Return the rows of a padded batch as the documents of one row, whose targets are completions, if marked.
 
-    `batch`: `input_ids`, `attention_mask` and `completion_mask`, int64 `[rows, width]`.
+    `batch`: `input_ids`, `attention_mask` and, if they are marked, `completion_mask`, int64 `[rows, width]`.
     """
     real = batch["attention_mask"].bool()
     ids = batch["input_ids"][real]
-    labels = torch.where(batch["completion_mask"][real].bool(), ids, IGNORE_INDEX)
+    targets = batch.get("completion_mask", batch["attention_mask"])
+    labels = torch.where(targets[real].bool(), ids, IGNORE_INDEX)
     lengths = real.sum(1).numpy()
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     packing = pack(lengths, max(int(offsets[-1]), 1))

@@ -267,15 +267,17 @@ def _beyond(given: GivenBatch, facts: ModelFacts | None) -> Level:
 
 def target_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
     """Yield errors in labels: across a boundary, at padding, outside the vocabulary, or no targets at all."""
+    are_next = facts is None or facts.shifts_labels
     for name in ("labels", "shift_labels"):
         labels = given.by_token(name)
         if labels is None:
             continue
-        yield from _crossing(given, segments, name, labels)
+        if are_next:
+            yield from _crossing(given, segments, name, labels)
         yield from _on_padding(given, segments, name, labels)
         yield from _outside_vocabulary(name, labels, facts)
         if name == "shift_labels" or given.by_token("shift_labels") is None:
-            yield from _absent(segments, name, labels)
+            yield from _absent(segments, name, labels, first_counts=name == "shift_labels" or not are_next)
 
 
 def _crossing(given: GivenBatch, segments: Segments, name: str, labels: IntArray) -> Iterator[Finding]:
@@ -324,9 +326,9 @@ def _outside_vocabulary(name: str, labels: IntArray, facts: ModelFacts | None) -
         yield finding("label_ids", "error", what, fix, wrong, "the label at")
 
 
-def _absent(segments: Segments, name: str, labels: IntArray) -> Iterator[Finding]:
+def _absent(segments: Segments, name: str, labels: IntArray, *, first_counts: bool) -> Iterator[Finding]:
     targets = (labels != IGNORE_INDEX) & ~segments.padding
-    if name == "labels":
+    if not first_counts:
         targets = targets & ~segments.starts
     if not targets.any():
         what = "no label is a target, so the loss is 0 or NaN and nothing is learned"

@@ -134,6 +134,8 @@ class ModelFacts:
     """Whether a cache is used if the batch has no `use_cache`."""
     drops_cache: bool
     """Whether a cache is never used, because of gradient checkpointing."""
+    is_bidirectional: bool
+    """Whether tokens see later ones."""
     reads_positions: bool
     """Whether masks depend on positions."""
     mrope: MRope
@@ -153,6 +155,8 @@ class ModelFacts:
     """The largest number of positions; None if the model has no limit."""
     refusal: str | None
     """Why `model_inputs` refuses the model; None if it doesn't."""
+    shifts_labels: bool
+    """Whether labels are next tokens; else each is of its own token."""
 
 
 def finding(

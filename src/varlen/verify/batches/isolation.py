@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from varlen.adapters.hf import attention
-from varlen.adapters.hf.mixing import check_family, drops_boundaries
+from varlen.adapters.hf.mixing import check_family, drops_boundaries, is_bidirectional
 from varlen.adapters.hf.model import (
     family,
     implementation,
+    shifts_labels,
     text_config,
     text_decoder,
     unwrap,
@@ -192,6 +193,10 @@ def _by_flash(case: _Case) -> Iterator[Finding]:
     drops = case.facts is not None and case.facts.drops_boundaries
     if _has_all_four(given) and not drops:
         yield from _by_ends(case)
+        return
+    if case.facts is not None and case.facts.is_bidirectional:
+        why = f"{case.name} reads all four boundaries, and of positions only what a model hands on to its layers"
+        yield from case.lost("incomplete_boundaries", why, ALL_FOUR)
         return
     positions = given.by_token("position_ids")
     some = [name for name in (*BOUNDARIES, *LONGEST) if name in given.arrays or name in given.longest]
@@ -418,7 +423,8 @@ def facts_of(model: Any) -> ModelFacts:
         detector=_detector(model, name),
         uses_cache=bool(getattr(config, "use_cache", False)),
         drops_cache=bool(getattr(decoder, "gradient_checkpointing", False)) and decoder.training,
-        reads_positions=code.reads_positions,
+        is_bidirectional=is_bidirectional(model),
+        reads_positions=code.reads_positions and not is_bidirectional(model),
         mrope=code.mrope,
         reads_boundaries=code.reads_boundaries,
         drops_boundaries=drops_boundaries(model) is not None,
@@ -428,6 +434,7 @@ def facts_of(model: Any) -> ModelFacts:
         vocabulary=vocabulary_size(model),
         positions=limit if isinstance(limit, int) and limit > 0 else None,
         refusal=_refusal(model),
+        shifts_labels=shifts_labels(model),
     )
 
 

@@ -14,8 +14,15 @@ import transformers
 
 from varlen import __version__
 from varlen.adapters import hf
-from varlen.adapters.hf.inputs import batch_wide_rotary, boundaries
-from varlen.adapters.hf.mixing import accepting_unknown_code, check_family, record_isolation, segment_numbers
+from varlen.adapters.hf.inputs import batch_wide_rotary, boundaries, hidden_inputs
+from varlen.adapters.hf.mixing import (
+    accepting_unknown_code,
+    check_family,
+    check_trunk,
+    pools,
+    record_isolation,
+    segment_numbers,
+)
 from varlen.adapters.hf.model import family
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError, described
@@ -33,7 +40,7 @@ from varlen.verify.models.backends import (
     recurrence,
 )
 from varlen.verify.models.isolation import IsolationReport, Verdict, check_isolation
-from varlen.verify.models.loading import LoadedModel, load_model
+from varlen.verify.models.loading import LoadedModel, copies_of, load_model
 from varlen.verify.models.parity import gradient_parity, in_training, own_loss
 from varlen.verify.models.report import CallCell, Cell, ModelVerdict, VerifyReport
 from varlen.verify.models.trial import CAPACITY, Inputs, Trial, sample_batch, untouched
@@ -107,6 +114,7 @@ def verify(
         wanted = "at least 0" if isinstance(seed, Integral) else "a whole number"
         raise SettingError(f"seed must be {wanted}, got {seed!r}")
     loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
+    loaded = _without_pooling(loaded)
     model, names = loaded.model, backends_for(loaded.model, backends)
     if batch is not None:  # whose weights don't bear on what sees what
         batch = batch.replace(columns={})
@@ -133,6 +141,19 @@ def verify(
     )
     record_isolation(model, report.ok)
     return report
+
+
+def _without_pooling(loaded: LoadedModel) -> LoadedModel:
+    """Return the model below a head that pools, which `document_outputs` runs by itself."""
+    base = hf.unwrap(loaded.model)
+    if not pools(base) or base.base_model is base:
+        return loaded
+    note = (
+        f"the head of {type(base).__name__} pools, and its hidden states were checked: call the model by "
+        "varlen.adapters.hf.document_outputs(model, batch), which gives the head each document as a row"
+    )
+    model, notes = base.base_model, (*loaded.notes, note)
+    return LoadedModel(model=model, notes=notes, remade=copies_of(model))
 
 
 def _checked_layouts(layouts: Sequence[Layout], batch: PackedBatch | None) -> tuple[Layout, ...]:
@@ -212,10 +233,12 @@ def _cell(model: Any, backend: str, batch: PackedBatch, gradients: bool, seed: i
         if isinstance(model, ModelError):
             raise model
         with attending(model, backend) as missing:
-            found = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
+            found = check_isolation(model, batch, inputs=inputs_of(model), max_changed=_CHANGED, seed=seed)
             if found.verdict == "refuses" and family(model).boundaries:
                 with recurrence(model) as recurrent:
-                    again = check_isolation(model, batch, max_changed=_CHANGED, seed=seed)
+                    again = check_isolation(
+                        model, batch, inputs=inputs_of(model), max_changed=_CHANGED, seed=seed
+                    )
                     if again.verdict != "refuses":
                         return _judged(model, backend, batch, again, (*missing, *recurrent), gradients, seed)
             return _judged(model, backend, batch, found, missing, gradients, seed)
@@ -243,7 +266,7 @@ def _judged(
     )
     if found.verdict in ("refuses", "blind"):
         return replace(cell, stand_in=())
-    trial = Trial(model, batch, hf.model_inputs, seed)
+    trial = Trial(model, batch, inputs_of(model), seed)
     with untouched(model):
         logits, kernels = kernels_of(lambda: trial.logits(batch))
         loss = own_loss(trial)
@@ -258,6 +281,11 @@ def _judged(
         verdict = _verdict_of(judged.verdict)
         return replace(cell, verdict=verdict, reason=judged.reason, training=judged.unjudged)
     return cell
+
+
+def inputs_of(model: Any) -> Inputs:
+    """Return what makes a model's arguments: for a model with a pooler those for its hidden states alone."""
+    return hidden_inputs if pools(model) else hf.model_inputs
 
 
 def _verdict_of(verdict: Verdict) -> ModelVerdict:
@@ -299,7 +327,10 @@ def _recurrence(model: Any, cells: Sequence[Cell]) -> AbstractContextManager[Any
 def _refusal(model: Any) -> str:
     """Return why no argument keeps the model's documents apart; empty if some do."""
     try:
-        check_family(model)
+        if pools(model):
+            check_trunk(model, hf.unwrap(model))
+        else:
+            check_family(model)
     except ModelError as error:
         return str(error)
     return ""
@@ -377,7 +408,7 @@ def _picture(
     ran = [cell.layout for cell in cells if cell.backend == "eager" and cell.kernels]
     if not ran:
         return None
-    trial = Trial(model, batches[ran[0]], hf.model_inputs, seed)
+    trial = Trial(model, batches[ran[0]], inputs_of(model), seed)
     try:
         with attending(model, "eager"), _recurrence(model, cells), untouched(model):
             return attention_picture(trial)

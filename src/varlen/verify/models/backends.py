@@ -202,10 +202,6 @@ def _varlen_kernel(
     softcap: float = 0.0,
     **rest: Any,
 ) -> torch.Tensor:
-    if not causal:
-        raise ModelError(
-            "the stand-in for FlashAttention is causal, and the model attends in both directions"
-        )
     if not torch.equal(cu_seqlens_q, cu_seqlens_k) or int(cu_seqlens_q[-1]) != len(q) or int(cu_seqlens_q[0]):
         raise ModelError(
             f"FlashAttention would get segments from {int(cu_seqlens_q[0]):,} to {int(cu_seqlens_q[-1]):,} of "
@@ -219,7 +215,7 @@ def _varlen_kernel(
     sinks = rest.get("s_aux", rest.get("learnable_sink"))
     window = None if window_size[0] < 0 else window_size[0] + 1
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    rules = LayerRules(scale, window, softcap or None)
+    rules = LayerRules(scale, window, softcap or None, is_causal=causal)
     return attend_in_packs(q, k, v, ends=cu_seqlens_q, longest=None, rules=rules, sinks=sinks)
 
 

@@ -61,7 +61,7 @@ def load_model(
     else:
         hf.implementation(model)  # refuses anything but a transformers model, with a message
         _check_live(hf.unwrap(model))
-        loaded = LoadedModel(model=model, notes=tuple(_about(model)), remade=_copies(model))
+        loaded = LoadedModel(model=model, notes=tuple(_about(model)), remade=copies_of(model))
     if device is not None and loaded.model is not model:
         loaded = _moved(loaded, device)
     if tokenizer is not None:
@@ -107,7 +107,7 @@ def _named(name: str, dtype: torch.dtype | None) -> LoadedModel:
     if name and path.is_dir() and not (name in CONFIG_MAPPING and not (path / "config.json").is_file()):
         return _from_folder(path, dtype)
     if name in CONFIG_MAPPING:
-        _check_causal(name)
+        _auto_model(name)
         note = f"a tiny {name} with random weights"
 
         def tiny(attention: str = "eager") -> Any:
@@ -125,28 +125,31 @@ def _named(name: str, dtype: torch.dtype | None) -> LoadedModel:
     )
 
 
-def _check_causal(family: str) -> None:
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _auto_model(family: str) -> Any:
+    """Return the class of transformers that makes a family's language model: of next tokens, else of masked ones."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers.models.auto import modeling_auto as auto
 
-    if family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return
+    if family in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    if family in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return AutoModelForMaskedLM
     text = f"{family}_text"
     other = f"; name {text}, its text part" if text in CONFIG_MAPPING else ""
     raise ModelError(
-        f"{family} is no causal language model (transformers has no AutoModelForCausalLM of it){other}; a live model "
-        "can be passed to vl.verify(model)"
+        f"{family} is no language model (transformers has neither AutoModelForCausalLM nor AutoModelForMaskedLM of "
+        f"it){other}; a live model can be passed to vl.verify(model)"
     )
 
 
 def _from_folder(path: Path, dtype: torch.dtype | None) -> LoadedModel:
     """Load a checkpoint; without weights, make a model from its configuration."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    kind: Any = AutoModelForCausalLM
     _check_code(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        kind = _auto_model(config.model_type)
         if not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
             note = f"{path} holds no weights (safetensors or bin): random ones, made from its configuration"
             return _from_config(config, dtype, note)
@@ -196,7 +199,7 @@ def _check_code(path: Path) -> None:
     family = config.get("model_type") if isinstance(config, dict) else None
     code = config.get("auto_map") if isinstance(config, dict) else None
     if isinstance(family, str) and family in CONFIG_MAPPING:
-        _check_causal(family)
+        _auto_model(family)
         return
     if code:
         named = ", ".join(sorted(map(str, code.values()))) if isinstance(code, dict) else str(code)
@@ -210,9 +213,7 @@ def _check_code(path: Path) -> None:
 
 
 def _from_config(config: Any, dtype: torch.dtype | None, note: str) -> LoadedModel:
-    from transformers import AutoModelForCausalLM
-
-    kind: Any = AutoModelForCausalLM
+    kind = _auto_model(config.model_type)
     try:
         if (size := _num_weights(config)) > _LARGEST_RANDOM:
             raise ModelError(
@@ -239,14 +240,12 @@ def _from_config(config: Any, dtype: torch.dtype | None, note: str) -> LoadedMod
 
 def _num_weights(config: Any) -> int:
     """Return the number of weights that a configuration's model has, without making one."""
-    from transformers import AutoModelForCausalLM
-
-    kind: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        return sum(weight.numel() for weight in kind.from_config(config).parameters())
+        model = _auto_model(config.model_type).from_config(config)
+    return sum(weight.numel() for weight in model.parameters())
 
 
-def _copies(model: Any) -> Callable[[str], Any] | None:
+def copies_of(model: Any) -> Callable[[str], Any] | None:
     """Return a function that copies a live model with its weights; None for a large one."""
     base = hf.unwrap(model)
     if sum(weight.numel() for weight in base.parameters()) > _LARGEST_RANDOM:
@@ -329,7 +328,7 @@ def _check_tokenizer(model: Any, tokenizer: Any) -> None:
         )
 
 
-# Every causal family of the installed transformers as a tiny model: the same layers, a few thousand weights.
+# Every family of the installed transformers as a tiny model: the same layers, a few thousand weights.
 #
 # Windows, chunks and selections are narrower than a check's documents, so that they have an effect.
 
@@ -476,9 +475,6 @@ def tiny_model(
     family: str, *, dtype: torch.dtype = torch.float32, attention: str = "eager", seed: int = 0
 ) -> Any:
     """Return a family's tiny model, its random weights large enough that every visible token matters."""
-    from transformers import AutoModelForCausalLM
-
-    kind: Any = AutoModelForCausalLM
     config = tiny_config(family)
     with torch.random.fork_rng(devices=[]):
         try:
@@ -488,7 +484,9 @@ def tiny_model(
                 )
             torch.manual_seed(seed)
             # Experts run one by one: grouped kernels lack float64, and their rounding depends on the other tokens.
-            model = kind.from_config(config, attn_implementation=attention, experts_implementation="eager")
+            model = _auto_model(family).from_config(
+                config, attn_implementation=attention, experts_implementation="eager"
+            )
         except ModelError:
             raise
         except Exception as error:

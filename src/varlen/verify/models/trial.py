@@ -104,19 +104,23 @@ class Trial:
         return logits
 
     def predict(self, arguments: dict[str, Any]) -> torch.Tensor:
-        """Call the model, and return its logits; `[rows, width, vocabulary]`."""
-        logits = logits_of(self.call(arguments))
-        name = type(hf.unwrap(self.model)).__name__
+        """Call the model, and return its logits; `[rows, width, vocabulary]`.
+
+        Of models that predict no tokens, these are made of classes or hidden states, by a fixed random matrix.
+        """
+        outputs = self.call(arguments)
+        logits = logits_of(outputs)
         if logits is None:
+            logits = getattr(outputs, "last_hidden_state", None)
+        if logits is None or logits.ndim != 3:
             raise ModelError(
-                f"{name} returns no logits; pass the model with its head, such as AutoModelForCausalLM makes it"
+                f"{type(hf.unwrap(self.model)).__name__} returns neither logits nor hidden states for each token; "
+                "pass the model with a head of tokens, such as AutoModelForCausalLM makes it, or without one"
             )
-        if logits.shape[-1] < self.vocabulary:
-            raise ModelError(
-                f"{name} returns {logits.shape[-1]:,} logits for each token, and embeds {self.vocabulary:,} ids: it "
-                "predicts no tokens; pass the model with the head of a language model"
-            )
-        return logits
+        if (size := logits.shape[-1]) >= self.vocabulary:
+            return logits
+        spread = torch.randn(size, self.vocabulary, generator=torch.Generator().manual_seed(0)) * size**-0.5
+        return logits @ spread.to(logits)
 
     def call(self, arguments: dict[str, Any], **more: Any) -> Any:
         """Call the model without labels: its own loss is computed in float32, and isn't needed."""
