@@ -1,9 +1,9 @@
 """The pages' Python and shell commands, run block by block, and what they print beside what the page says.
 
 A page's blocks share their names and their folder, as in a notebook; blocks of `sh` are run by the shell. A block
-of `text` right below one of them is what it prints. A block of Python or TOML whose first line is a comment with a file
-name, such as `# train.py`, is written into that file and not run. `python docs/pages.py` writes into every page what
-its blocks print now.
+of `text` right below one of them is what it prints. A block of Python or TOML whose first line is a comment with a
+file name, such as `# train.py`, is written into that file and not run. `python docs/pages.py` writes into every page
+what its blocks print now.
 """
 
 from __future__ import annotations
