@@ -48,7 +48,7 @@ def test_the_exceptions_to_the_limit_are_pages():
 
 def listed(text: str) -> list[str]:
     """Pages of the site's hidden lists, in order."""
-    lists = re.findall(r"^```\{toctree\}\n(?::.*\n)*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lists = re.findall(r"^```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [f"{line}.md" for each in lists for line in each.split()]
 
 
@@ -62,8 +62,7 @@ def test_the_first_page_links_what_its_lists_hold():
     text = text_of("index.md")
     linked = re.findall(r"\]\(([\w/-]+\.md)\)", text)
 
-    assert set(listed(text)) <= set(linked)
-    assert len(linked) == len(set(linked))
+    assert set(listed(text)) - set(linked) == set()
 
 
 @cache
