@@ -78,11 +78,12 @@ def blocks(text: str) -> list[Block]:
     ]
 
 
-def run(page: Path) -> list[Printed]:
+def run(page: Path, folder: Path | None = None) -> list[Printed]:
     """Run the Python and shell blocks of a page in a folder of their own.
 
     Args:
         page: the page.
+        folder: to be made, and kept; by default a temporary one.
 
     Returns:
         One record a block, in order. A block that raises prints its traceback, and ends the page.
@@ -91,7 +92,7 @@ def run(page: Path) -> list[Printed]:
     found = blocks(text)
     names: dict[str, Any] = {"__name__": "__page__"}
     records = []
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(_made(folder) or temporary):
         for block, after in zip(found, [*found[1:], None]):
             if block.language not in RUN:
                 continue
@@ -111,6 +112,13 @@ def run(page: Path) -> list[Printed]:
             if failed:
                 break
     return records
+
+
+def _made(folder: Path | None) -> Path | None:
+    """Make a folder, if one is named."""
+    if folder is not None:
+        folder.mkdir()
+    return folder
 
 
 def _execute(block: Block, page: Path, names: dict[str, Any]) -> tuple[str, bool]:

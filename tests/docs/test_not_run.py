@@ -1,4 +1,4 @@
-"""Examples that the pages' own test doesn't run: each stands here, with the test that runs it or with what it needs."""
+"""Examples that the pages' own test doesn't run, each with the test that runs it or with what it needs."""
 
 import pages
 import pytest
@@ -94,6 +94,7 @@ NOT_RUN = {
     ],
     "docs/tutorials/chats.md": [
         ("varlen inspect", "tests/docs/test_tutorial.py"),
+        ("varlen index", "tests/docs/test_tutorial.py"),
         ("varlen train chats.toml --dry-run", "tests/docs/test_tutorial.py"),
         ("varlen train chats.toml", "tests/docs/test_tutorial.py"),
         ("varlen train chats.toml --set", "tests/docs/test_tutorial.py"),
