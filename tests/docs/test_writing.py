@@ -15,7 +15,7 @@ DOCS = pages.ROOT / "docs"
 WORDS = 1800
 LONGER = ("reference/", "benchmarks.md", "strategies.md", "compatibility.md", "-results.md", "soak.md")
 """Pages of reference and results, which may be longer."""
-READERS = r"anyone|authors|engineers|everyone|maintainers|people|readers|researchers|runs|teams|users"
+READERS = r"anyone|engineers|everyone|maintainers|people|readers|users"
 NAMES = [page.relative_to(DOCS).as_posix() for page in pages.pages() if page.is_relative_to(DOCS)]
 
 
