@@ -11,6 +11,8 @@ import pages
 import pytest
 from tests.support.command_line import asked
 
+import varlen as vl
+
 DOCS = pages.ROOT / "docs"
 WORDS = 1800
 LONGER = ("reference/", "benchmarks.md", "strategies.md", "compatibility.md", "-results.md", "soak.md")
@@ -63,6 +65,13 @@ def test_the_first_page_links_what_its_lists_hold():
     linked = re.findall(r"\]\(([\w/-]+\.md)\)", text)
 
     assert set(listed(text)) - set(linked) == set()
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.relative_to(pages.ROOT).as_posix())
+def test_public_names_on_a_page_are_public(page):
+    named = set(re.findall(r"\bvl\.(\w+)", page.read_text(encoding="utf-8")))
+
+    assert named - set(vl.__all__) == set()
 
 
 @cache
