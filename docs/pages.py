@@ -1,8 +1,9 @@
 """The pages' Python and shell commands, run block by block, and what they print beside what the page says.
 
 A page's blocks share their names and their folder, as in a notebook; blocks of `sh` are run by the shell. A block
-of `text` right below one of them is what it prints. `python docs/pages.py` writes into every page what its blocks
-print now.
+of `text` right below one of them is what it prints. A block of Python or TOML whose first line is a comment with a
+file name, such as `# train.py`, is written into that file and not run. `python docs/pages.py` writes into every page
+what its blocks print now.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "docs")
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs")
 
+RUN = ("python", "sh", "toml")
+"""Languages of blocks that are run, or written into files."""
+_FILE = re.compile(r"# (?P<name>[\w-]+\.(?:py|toml))\n")
 _BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$\n?", re.MULTILINE | re.DOTALL)
 
 
@@ -74,11 +78,12 @@ def blocks(text: str) -> list[Block]:
     ]
 
 
-def run(page: Path) -> list[Printed]:
+def run(page: Path, folder: Path | None = None) -> list[Printed]:
     """Run the Python and shell blocks of a page in a folder of their own.
 
     Args:
         page: the page.
+        folder: to be made, and kept; by default a temporary one.
 
     Returns:
         One record a block, in order. A block that raises prints its traceback, and ends the page.
@@ -87,9 +92,15 @@ def run(page: Path) -> list[Printed]:
     found = blocks(text)
     names: dict[str, Any] = {"__name__": "__page__"}
     records = []
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(_made(folder) or temporary):
         for block, after in zip(found, [*found[1:], None]):
-            if block.language not in ("python", "sh"):
+            if block.language not in RUN:
+                continue
+            named = _FILE.match(block.code)
+            if named is not None:
+                Path(named["name"]).write_text(block.code, encoding="utf-8")
+                continue
+            if block.language == "toml":  # an excerpt
                 continue
             below = (
                 after is not None and after.language == "text" and not text[block.stop : after.start].strip()
@@ -101,6 +112,13 @@ def run(page: Path) -> list[Printed]:
             if failed:
                 break
     return records
+
+
+def _made(folder: Path | None) -> Path | None:
+    """Make a folder, if one is named."""
+    if folder is not None:
+        folder.mkdir()
+    return folder
 
 
 def _execute(block: Block, page: Path, names: dict[str, Any]) -> tuple[str, bool]:

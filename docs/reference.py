@@ -176,7 +176,7 @@ Settings that count tokens also take texts: {TOKENS}. An empty default means tha
 _CLI = """\
 # Command line
 
-Every verb and option of `varlen`, as `varlen VERB --help` prints them.
+For users of the command line: every verb and option of `varlen`, as `varlen VERB --help` prints them.
 
 Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted, 143 ended by SIGTERM, 138 by SIGUSR1."""
 

@@ -95,7 +95,7 @@ def summary(parts: list[Part]) -> str:
     lines = [
         "# The long tests",
         "",
-        "Written by `make soak`.",
+        "For maintainers: which long tests ran last, on what, and what came of them. Written by `make soak`.",
         "",
         f"- {datetime.date.today()}, after commit {commit.stdout.strip() or 'unknown'}",
         f"- {machine()}; Python {platform.python_version()}, {versions}",

@@ -137,8 +137,9 @@ def _beginning(result: dict[str, Any], cells: list[Record]) -> list[str]:
     held = result["machine"]
     return [
         "# Planning: results",
-        "Written by `python -m benchmarks.plan.table` from the newest file of `make bench-plan`; nothing here is "
-        "typed. Simulated: no GPU ran. Every method plans the same steps; one simulator runs all plans, at the same "
+        "For people who compare ways of planning a step. Written by `python -m benchmarks.plan.table` from the "
+        "newest file of `make bench-plan`; nothing here is typed. Simulated: no GPU ran. Every method plans the same "
+        "steps; one simulator runs all plans, at the same "
         "rates, with the same memory. Every method is at the best setting that the simulator finds for it in each "
         "cell: context parallelism, capacity, number of micro-batches, assignment to ranks, order, split backward, "
         "and in every third cell 1, 2 or 3 chunks of layers a GPU (interleaved stages); all but `packed, as users "

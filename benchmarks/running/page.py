@@ -193,6 +193,7 @@ def page() -> str:
     ]
     return (
         "# Running: results\n\n"
+        "For people who want to know how slices and plans run on a CPU. "
         "Written by `python -m benchmarks.running.page` from what `python -m benchmarks.running` measured last; "
         f"nothing here is typed. Measured on a CPU: no GPU ran. Machine: {'; '.join(said)}.\n\n"
         + "\n".join(PARTS[name](newest[name]) for name in PARTS if name in newest)
