@@ -129,8 +129,9 @@ def summary(parts: list[Part]) -> str:
         counts = f"{part.tests:,} | {len(part.failed):,} | {part.skipped:,} | {part.seconds / 60:.1f}"
         lines.append(f"| {part.title} | {part.commit}, {part.date} | {counts} | {result} |")
     failed = still_failed(parts)
-    for name in [name for part in parts if part.title != AGAIN for name in part.failed]:
-        lines += ["", f"- {name} failed" + ("" if name in failed else "; passed once more after a mend")]
+    every = [name for part in parts if part.title != AGAIN for name in part.failed]
+    lines += [""] if every else []
+    lines += [f"- {name} failed" + ("" if name in failed else ", and passed after a mend") for name in every]
     lines += ["", "The slowest tests:", ""]
     lines += [f"- {name}: {seconds:,.0f} s" for part in parts for name, seconds in part.slowest]
     return "\n".join([*lines, *of_meshes([row for part in parts for row in part.meshes])]) + "\n"
