@@ -182,7 +182,7 @@ def test_a_mesh_of_more_gpus_than_the_job_has_processes_is_refused():
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(
-            SettingError, match="process 0 of 1, .* rank 1 of dp=1 x pp=1 x tp=2 = 2; start as many"
+            SettingError, match=r"process 0 of 1, .* rank 1 of dp=1 x pp=1 x tp=2 = 2; start as many"
         ):
             vl.SliceEngine(small(0), mesh=vl.Mesh(tp=2), rank=1)
     finally:
