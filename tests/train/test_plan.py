@@ -553,7 +553,8 @@ def test_rows_take_no_more_bytes_than_plans_leave_them(number):
         with bytes_meter(torch.device("cpu")) as meter:
             step = run_step(model, tokens, case.plan, meter=meter)
 
-        assert 0.7 * times < step.task_runs[0].peak_bytes.max() / counted < times
+        # Half precision is predicted within 2 %, of which plans keep more free (CostModel.memory_fraction).
+        assert 0.7 * times < step.task_runs[0].peak_bytes.max() / counted < 1.02 * times
 
 
 @pytest.mark.soak

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.distances import largest
@@ -175,6 +176,17 @@ def test_engines_without_a_seat_are_refused():
         vl.SliceEngine(model, gathered="all")  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="deadline_s=0"):
         vl.SliceEngine(model, deadline_s=0)
+
+
+def test_a_mesh_of_more_gpus_than_the_job_has_processes_is_refused():
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(
+            SettingError, match=r"process 0 of 1, .* rank 1 of dp=1 x pp=1 x tp=2 = 2; start as many"
+        ):
+            vl.SliceEngine(small(0), mesh=vl.Mesh(tp=2), rank=1)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_stages_that_would_wait_in_a_circle_are_found_before_anything_runs():
