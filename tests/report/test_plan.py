@@ -339,7 +339,7 @@ def test_memory_is_repaired_only_where_that_is_allowed():
         for repairs in (True, False)
     )
 
-    assert free.recompute in ("selective", "full")
+    assert free.plan.recompute in ("selective", "full")
     assert held.plan is None
     assert "recompute='none'" in held.refusal
 
