@@ -322,7 +322,8 @@ def _shares(planned: Sequence[MethodFigures]) -> str:
 def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
     """Return a table of which the first row is the fastest plan."""
     titles = [title.replace("-|", "").replace("|", " ") for title in columns]
-    return table(titles, [("" if number else "varlen", cells) for number, cells in enumerate(rows)])
+    lines = [("" if number else "varlen", cells) for number, cells in enumerate(rows)]
+    return f'<div class="wordy">{table(titles, lines)}</div>'
 
 
 def _timelines(planned: Sequence[MethodFigures], drawn: Sequence[DrawnRanks]) -> str:
