@@ -298,7 +298,7 @@ def _methods(comparison: PlanComparison) -> str:
 
 def _shares(planned: Sequence[MethodFigures]) -> str:
     """Draw the step of each method, divided into computing, exposed communication and bubble."""
-    rows = []
+    rows: list[Bar] = []
     for row in planned:
         assert row.timeline is not None
         parts = (
