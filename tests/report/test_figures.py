@@ -197,7 +197,7 @@ def test_every_figure_of_a_sweep_is_in_the_json():
     tree = plain(found.to_json())
 
     lines = printed(sweep_table(found), UNBROKEN).splitlines()
-    first = next(number for number, line in enumerate(lines) if line.split()[:2] == ["dp", "pp"]) + 2
+    first = next(number for number, line in enumerate(lines) if line.split()[:2] == ["dp", "pp"]) + 1
     sizes = ("capacity",) * (len({row["capacity"] for row in tree["best"]}) > 1)
     keys = (
         *sizes,
