@@ -298,7 +298,7 @@ def _methods(comparison: PlanComparison) -> str:
 
 def _shares(planned: Sequence[MethodFigures]) -> str:
     """Draw the step of each method, divided into computing, exposed communication and bubble."""
-    rows = []
+    rows: list[Bar] = []
     for row in planned:
         assert row.timeline is not None
         parts = (
@@ -322,7 +322,8 @@ def _shares(planned: Sequence[MethodFigures]) -> str:
 def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
     """Return a table of which the first row is the fastest plan."""
     titles = [title.replace("-|", "").replace("|", " ") for title in columns]
-    return table(titles, [("" if number else "varlen", cells) for number, cells in enumerate(rows)])
+    lines = [("" if number else "varlen", cells) for number, cells in enumerate(rows)]
+    return f'<div class="wordy">{table(titles, lines)}</div>'
 
 
 def _timelines(planned: Sequence[MethodFigures], drawn: Sequence[DrawnRanks]) -> str:

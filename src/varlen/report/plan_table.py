@@ -202,7 +202,7 @@ def costs(comparison: PlanComparison) -> list[tuple[str, str]]:
         ("delay", "none: a plan moves no document to another step"),
         (
             "planning",
-            f"{duration(best.planning_s)} on this machine, {share(best.planning_s / best.step_s)} of a step; "
+            f"{duration(best.planning_s)} on this machine, {ratio(best.planning_s / best.step_s)} times the step; "
             "the loader plans ahead, while steps run",
         ),
     ]
