@@ -274,7 +274,7 @@ class PackGradients(Gradients[PackedBatch]):
         kernel: LossKernel | None = None
         why = ["rows have weights"] if self._has_weights else []
         if type(head) is not torch.nn.Linear:
-            why.append(f"the model's head is of type {type(head).__name__}")
+            why.append(f"the model's head is a {type(head).__module__}.{type(head).__qualname__}")
         elif not why and not self._gives_logits_of(head):
             why.append("the model changes logits after its head")
         names = () if why else tuple(FUSED) if asked == "auto" else (asked,)
