@@ -235,7 +235,7 @@ def test_step_and_time_left_are_whole_at_every_width(monkeypatch, width):
 
     lines = lines_of(written)
     assert max(map(len, lines)) <= width
-    row = next(row for row in reversed(range(len(lines))) if "step 98,765" in lines[row])
+    row = next(row for row in reversed(range(len(lines))) if "step 98,765/" in lines[row])
     first, second = lines[row : row + 2]
     assert re.search(r"step 98,765/100,000  left [-\d:]+", first), first
     for least, words in (

@@ -226,7 +226,9 @@ def copy_generation(settings: ModelSettings, folder: Path) -> None:
     source, is_here = _source(settings.path)
     name = "generation_config.json"
     # A run of days doesn't fail at its end because the hub can't be reached.
-    lenient = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+    lenient: dict[str, Any] = {
+        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")
+    }
     stored = cached_file(source, name, local_files_only=is_here, **lenient)
     if stored is not None:
         shutil.copyfile(stored, folder / name)

@@ -270,13 +270,15 @@ class PackGradients(Gradients[PackedBatch]):
         asked, device = self._settings.run.cross_entropy, self._ranks.device
         if asked == "torch" or (asked == "auto" and device.type != "cuda"):
             return None, "torch", []
-        head, kernel, name = self.model.get_output_embeddings(), None, "torch"
+        head, name = self.model.get_output_embeddings(), "torch"
+        kernel: LossKernel | None = None
         why = ["rows have weights"] if self._has_weights else []
         if type(head) is not torch.nn.Linear:
-            why.append(f"the model's head is of type {type(head).__name__}")
+            why.append(f"the model's head is a {type(head).__module__}.{type(head).__qualname__}")
         elif not why and not self._gives_logits_of(head):
             why.append("the model changes logits after its head")
-        for each in () if why else FUSED if asked == "auto" else (asked,):
+        names = () if why else tuple(FUSED) if asked == "auto" else (asked,)
+        for each in names:
             try:
                 kernel, name = kernel_of(each, device), each
                 break
@@ -457,13 +459,17 @@ LossKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Te
 def kernel_of(name: str, device: torch.device) -> LossKernel:
     """Return a kernel; raises ImportError where its package isn't installed."""
     if name == "liger":
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+        from liger_kernel.transformers import (  # type: ignore[import-not-found, unused-ignore]
+            LigerFusedLinearCrossEntropyLoss,
+        )
 
         loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX, reduction="sum")
         return lambda hidden, weight, bias, targets: loss(weight, hidden, targets, bias)
-    from cut_cross_entropy import linear_cross_entropy
+    from cut_cross_entropy import (  # type: ignore[import-not-found, unused-ignore]
+        linear_cross_entropy,
+    )
 
-    given = {"ignore_index": IGNORE_INDEX, "reduction": "sum", "impl": "cce"}
+    given: dict[str, Any] = {"ignore_index": IGNORE_INDEX, "reduction": "sum", "impl": "cce"}
     given |= {} if device.type == "cuda" else {"impl": "torch_compile"}
     return lambda hidden, weight, bias, targets: linear_cross_entropy(
         hidden, weight, targets, bias=bias, **given
@@ -499,11 +505,11 @@ def replaced_forward(
     module: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
     """Let a module compute something else for the time of a block."""
-    module.forward = forward
+    module.__dict__["forward"] = forward  # of this module alone, before that of its class
     try:
         yield
     finally:
-        del module.forward
+        del module.__dict__["forward"]
 
 
 # Seconds of work: of the host, or of the GPU between two marks in its queue, which the host runs ahead of.

@@ -183,7 +183,8 @@ class _TensorBoard:
     def __init__(self, run: _Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.record, self.last = "tensorboard", dict[str, int]()
+        self.record = "tensorboard"
+        self.last: Mapping[str, int] = {}
         is_folder(run.folder / self.record, "TensorBoard's files go to", _OUT)
         # Readers of the files drop steps from here on that earlier files hold.
         purge = run.done + 1 if run.done else 0
@@ -205,7 +206,7 @@ class _WeightsAndBiases:
         import wandb
 
         self.record = run.record or secrets.token_hex(8)
-        self.last = {} if run.record is None else run.seen
+        self.last: Mapping[str, int] = {} if run.record is None else run.seen
         self._run: Any = wandb.init(
             project=run.settings.project,
             name=run.settings.name,
@@ -231,7 +232,7 @@ class _MLflow:
         from mlflow.entities import Param
 
         self._client: Any = MlflowClient()
-        self.last = dict[str, int]()
+        self.last: Mapping[str, int] = {}
         if run.record is not None:
             self.record = run.record
             self._client.update_run(self.record, status="RUNNING")
