@@ -318,7 +318,7 @@ def test_a_call_leaves_the_model_as_it_was():
     assert model(**padded()).logits.shape == (len(LENGTHS), 3)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.* is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_wrapped_models_give_the_same_answers_and_gradients(tmp_path):
     batch = packed(document_labels=LABELS)
     plain = classifier("llama")
