@@ -53,6 +53,7 @@ PUBLIC_NAMES = [
     "PackedBatch",
     "PackedLoader",
     "Packing",
+    "PaddedSampler",
     "Planner",
     "Score",
     "Search",

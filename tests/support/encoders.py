@@ -82,3 +82,16 @@ def alone(model: Any, document: Any, **more: Any) -> Any:
     """Return what a model makes of one document in a call of its own."""
     with torch.no_grad():
         return model(**hf.plain_inputs(torch.as_tensor(document).long()[None], model), **more)
+
+
+def differ(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of gradients, relative to each one's largest value.
+
+    Some are 0 but for rounding, as those of keys' biases, so no scale is less than a millionth of the largest of all.
+    """
+    assert ours.keys() == theirs.keys()
+    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
+    return max(
+        float((ours[name] - theirs[name]).abs().max()) / max(float(theirs[name].abs().max()), 1e-6 * largest)
+        for name in theirs
+    )

@@ -1,4 +1,4 @@
-"""Causal attention within documents: a layer's rules, each kernel wrapped once, and the choice between them.
+"""Attention within documents: a layer's rules, each kernel wrapped once, and the choice between them.
 
     adapters.hf ────────► rules.LayerRules ──► documents ──► choice ──► a kernel, or each document by itself
     runtime.attention ──► rules.LayerRules ──► choice ─┬─► kernels     many slices in one call, on CUDA

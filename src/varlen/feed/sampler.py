@@ -33,7 +33,7 @@ class PaddedSampler:
         sampler = vl.PaddedSampler(lengths, max_tokens=16384, dp_rank=rank, dp_world_size=world_size)
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collator, num_workers=2)
 
-    >>> sampler = PaddedSampler([5, 2, 6, 3, 2, 7], max_tokens=12, shuffle=False)
+    >>> sampler = PaddedSampler([5, 2, 6, 3, 2, 7], max_tokens=12, window=6, shuffle=False)
     >>> len(sampler), list(sampler)
     (3, [[2, 0], [3, 1, 4], [5]])
     """
@@ -63,8 +63,8 @@ class PaddedSampler:
             dp_rank: this data-parallel rank; None in a job of one process.
             dp_world_size: number of such ranks.
             micro_batches: batches of a step on each rank (gradient accumulation).
-            window: documents that are sorted by length together; None for some 64 batches a rank. With more there is
-                less padding, and batches differ less from one epoch to the next.
+            window: documents that are sorted by length together; None for some 64 batches a rank, at most a quarter
+                of all. With more there is less padding, and batches differ less from one epoch to the next.
             work: of a token and of a squared token of a row, as in `vl.pack`; 6 · hidden size to 1 for encoders.
             shuffle: whether documents and steps come in another order each epoch.
             seed: of that order.

@@ -16,6 +16,8 @@ from varlen.types import FloatArray, Int32Array, IntArray
 
 BATCHES_OF_A_WINDOW = 64
 """Batches on each rank that a window's documents make, about: with more there is less padding, and less chance."""
+FEWEST_WINDOWS = 4
+"""Windows of an epoch at least, so that batches differ from one epoch to the next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +81,9 @@ def padded_steps(
     widths = -(-lengths.astype(np.int64) // multiple) * multiple
     _check(lengths, widths, max_tokens, real.size, at_once)
     order = real if seed is None else real[shuffled(seed, real.size)]
-    size = window or BATCHES_OF_A_WINDOW * ranks * max(
-        1, min(max_rows, int(max_tokens // widths[real].mean()))
-    )
+    rows_of_a_batch = max(1, min(max_rows, int(max_tokens // widths[real].mean())))
+    usual = min(BATCHES_OF_A_WINDOW * ranks * rows_of_a_batch, -(-real.size // FEWEST_WINDOWS))
+    size = window or usual
     order = order[np.lexsort((-widths[order], np.arange(order.size) // size))]
     offsets = _cut(widths[order], size, max_tokens, max_rows)
     offsets = _divided(offsets, at_once)

@@ -32,7 +32,6 @@ from tests.support.rarely import mostly
 from torch.nn.attention import flex_attention
 from torch.nn.functional import cross_entropy
 from transformers import (
-    BertConfig,
     BigBirdConfig,
     BloomConfig,
     Llama4TextConfig,
@@ -274,7 +273,7 @@ QWEN3_NEXT = Qwen3NextConfig(
     ("model", "words"),
     [
         (lambda: T5ForConditionalGeneration(T5), "encoder-decoder"),
-        (lambda: make(BertConfig(**SMALL), "sdpa"), "both directions"),
+        (lambda: make(BigBirdConfig(**SMALL, is_decoder=False), "eager"), "both directions"),
         (
             lambda: make(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1), "eager"),
             "layers of kind linear_attention|recurrent state",

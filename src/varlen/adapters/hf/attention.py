@@ -70,7 +70,10 @@ def no_mask(*_: Any, attention_mask: torch.Tensor | None = None, config: Any = N
             'for padded batches choose model.set_attn_implementation("sdpa")'
         )
     chunk = getattr(config, "attention_chunk_size", None)
-    if rest.get("use_vmap") or (chunk is not None and rest.get("local_size") == chunk):
+    opens_all = (
+        getattr(config, "use_bidirectional_attention", None) is True
+    )  # Gemma 3, whose layers say so too
+    if (rest.get("use_vmap") and not opens_all) or (chunk is not None and rest.get("local_size") == chunk):
         raise ModelError(
             f'the model asks for a pattern of its own (chunks, images), and the "{NAME}" attention has none; '
             'choose model.set_attn_implementation("sdpa")'

@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from varlen.adapters.hf.head_trial import EVEN_ROWS, LAST_REAL, head_pooling, pools_first_token
 from varlen.adapters.hf.inputs import hidden_inputs
@@ -132,9 +131,8 @@ def document_outputs(model: Any, batch: PackedBatch) -> Any:
         found = plain(**inputs)
         hidden = found.last_hidden_state
         row = _last_real(hidden, batch, base) if how == LAST_REAL else pool(hidden, batch, how)  # type: ignore[arg-type]
-        return BaseModelOutputWithPooling(
-            last_hidden_state=row[:, None], pooler_output=_pooler_output(trunk, hidden, batch)
-        )
+        fields = {"last_hidden_state": row[:, None], "pooler_output": _pooler_output(trunk, hidden, batch)}
+        return type(found)(**{name: value for name, value in fields.items() if value is not None})
 
     with _forward_of(trunk, pooled) as plain:
         return model(input_ids=one, **labels)

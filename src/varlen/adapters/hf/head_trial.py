@@ -1,4 +1,4 @@
-"""Try a model's head on a copy without the model's weights: does it act on each token alone, or how does it pool?
+"""Trials of a head on a copy without the model's weights: whether it acts on each token alone, and how it pools.
 
 Names don't decide: `score` pools in one class and labels tokens in another, and users name classes freely. So
 the model's own code runs with small stand-ins for the decoder and for large matrices, which act on each token
