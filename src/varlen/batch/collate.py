@@ -325,7 +325,8 @@ def _labels_of(values: Any, num_documents: int, fields: Mapping[str, Any]) -> np
             f"document {documents[np.argmax(cut)]:,} is cut into pieces ({cut.sum():,} later pieces in this batch), "
             'and a label is for a whole document; pack with overlong="error", "truncate" or "drop"'
         )
-    return found.astype(np.int64 if found.dtype.kind in "biu" and found.ndim == 1 else np.float32)
+    are_classes = found.dtype.kind in "biu" and found.ndim == 1
+    return np.asarray(found, np.int64 if are_classes else np.float32)
 
 
 def _report_without_targets(batch: PackedBatch) -> None:

@@ -105,7 +105,7 @@ def backward_share(model: Any) -> float:
     """Return the share of a model's layers that are passed backward: those from the lowest adapted one on."""
     found = [re.search(r"\.(\d+)\.", name) for name, p in model.named_parameters() if p.requires_grad]
     lowest = min((int(match[1]) if match else 0 for match in found), default=0)
-    return 1.0 - lowest / model.config.get_text_config().num_hidden_layers
+    return 1.0 - lowest / int(model.config.get_text_config().num_hidden_layers)
 
 
 def is_of_adapter(name: str) -> bool:

@@ -120,7 +120,8 @@ class Trial:
         if (size := logits.shape[-1]) >= self.vocabulary:
             return logits
         spread = torch.randn(size, self.vocabulary, generator=torch.Generator().manual_seed(0)) * size**-0.5
-        return logits @ spread.to(logits)
+        wide: torch.Tensor = logits @ spread.to(logits)
+        return wide
 
     def call(self, arguments: dict[str, Any], **more: Any) -> Any:
         """Call the model without labels: its own loss is computed in float32, and isn't needed."""
