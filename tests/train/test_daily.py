@@ -130,8 +130,9 @@ def test_muon_turns_whole_matrices_however_ranks_share_them(store, base, tmp_pat
     assert one.keys() <= before.keys()
     for name, weight in one.items():
         change, other = weight - before[name], two[name] - before[name]
-        # torch's Muon iterates in bfloat16. Half of a matrix turned by itself would differ by a third.
-        assert (other - change).norm() < 0.03 * change.norm(), name
+        # torch's Muon iterates in bfloat16, and FSDP2 rounds the products of each part. Half of a matrix turned by itself
+        # would differ by a third.
+        assert (other - change).norm() < 0.1 * change.norm(), name
 
 
 def test_texts_are_written_and_nothing_else_changes(store, tmp_path):
@@ -281,7 +282,7 @@ def test_a_dry_run_plans_for_more_processes(store, hardware, tmp_path):
 
 def test_a_dry_run_measures_this_machine_and_writes_nothing(store, tmp_path):
     said = []
-    plan = {"plan__method": "sliced", "plan__calibrate_s": 0.01}
+    plan = {"plan__method": "micropack", "plan__calibrate_s": 0.01}
     found = forecast(settings(store, tmp_path / "run", model__settings=STILL, **plan), note=said.append)
 
     assert "measuring this machine's kernels" in said[0]
