@@ -267,7 +267,7 @@ def test_a_terminal_has_a_bar_with_loss_speed_and_waiting():
     assert (task.completed, task.total) == (12, 30)
     assert live_parts(task)[0].words == "step 12/30"
     shown = [part.words for part in step_parts(task) if part.words]
-    assert shown == ["loss 2.5000", "4,500 tokens/s", "1.0 % waiting", "lr 0.001", "90.0 % full"]
+    assert shown == ["loss 2.5000", "4,500 tokens/s", "lr 0.001", "1.0 % waiting", "90.0 % full"]
     assert "llama, 1,234 parameters" in written.getvalue()
 
 

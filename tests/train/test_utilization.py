@@ -75,7 +75,8 @@ def test_frozen_weights_have_no_gradients_and_an_adapter_has(rank):
 
     assert found[0] == pytest.approx(attention, rel=MARGIN)
     assert found[1] == pytest.approx(linear, rel=MARGIN)
-    assert linear / counted(model_with())[1] == pytest.approx(2 / 3, rel=0.2 if rank == 64 else 0.06)
+    of_adapter = 6 * sum(p.numel() for p in model.parameters() if p.requires_grad) * TOKENS
+    assert (linear - of_adapter) / counted(model_with())[1] == pytest.approx(2 / 3, rel=0.06)
 
 
 def test_layers_below_the_lowest_adapted_one_have_no_backward_pass():
@@ -83,7 +84,10 @@ def test_layers_below_the_lowest_adapted_one_have_no_backward_pass():
     model = model_with(adapter)
 
     assert backward_share(model) == 0.5
-    assert sum(expected(model, adapter)) == pytest.approx(sum(counted(model)), rel=0.05)
+    attention, linear = counted(model_with())
+    one_layer = (2 * attention + linear) / 3 / LARGE["num_hidden_layers"]
+    # Of the lowest adapted layer, everything is counted.
+    assert 0 <= sum(expected(model, adapter)) - sum(counted(model)) <= one_layer
 
 
 def test_what_is_computed_again_isnt_counted():
@@ -103,13 +107,18 @@ def test_every_step_of_a_run_has_its_share_of_the_peak(store, tmp_path, changes)
     notes = Notes()
     train(from_model(store, tmp_path / "base", tmp_path / "run", log__peak_tflops=1e-3, **changes), notes)
 
-    widths = {name: LARGE[name] for name in ("hidden_size", "intermediate_size")}
-    layer = 4 * widths["hidden_size"] ** 2 + 3 * widths["hidden_size"] * widths["intermediate_size"]
-    products = LARGE["num_hidden_layers"] * layer + 260 * widths["hidden_size"]
+    hidden, inner = LLAMA["hidden_size"], LLAMA["intermediate_size"]
+    shared = LLAMA["num_key_value_heads"] / LLAMA["num_attention_heads"]
+    layer = (2 + 2 * shared) * hidden**2 + 3 * hidden * inner
+    products = LLAMA["num_hidden_layers"] * layer + 260 * hidden
+    ends = (2 * 2 * hidden + 2 * (1 + shared) * hidden) + 3 * (
+        hidden + inner
+    )  # inputs and outputs of projections
+    adapted = LLAMA["num_hidden_layers"] * changes.get("adapter__rank", 0) * ends
     for step in notes.steps:
         flops = step.mfu * step.step_s * 1e9 / step.tokens
-        # Attention to short documents, and the adapter's own weights, are a few hundredths more.
-        assert 1 < flops / ((4 if "adapter__rank" in changes else 6) * products) < 1.15
+        # Attention to short documents comes to that.
+        assert 1 < flops / (4 * products + 6 * adapted if adapted else 6 * products) < 1.2
 
 
 def test_the_share_isnt_known_without_a_peak(store, tmp_path):

@@ -137,8 +137,8 @@ class Evaluator:
                 self._sets[name] = (loader, loader.state_dict())
                 self._check(name)
             except InputError as error:
-                named = str(error) if name in str(error) else f"eval.sets.{name}: {error}"
-                raise SettingError(named) from error
+                table = f"eval.sets.{name}"
+                raise SettingError(str(error) if table in str(error) else f"{table}: {error}") from error
 
     def _check(self, name: str) -> None:
         """Refuse a set without targets before anything is trained; all ranks read alike."""
