@@ -130,7 +130,7 @@ def test_muon_turns_whole_matrices_however_ranks_share_them(store, base, tmp_pat
     assert one.keys() <= before.keys()
     for name, weight in one.items():
         change, other = weight - before[name], two[name] - before[name]
-        # torch's Muon iterates in bfloat16, which enlarges roundings to a tenth where gradients are nearly singular; in
+        # torch's Muon iterates in bfloat16, which makes a tenth of roundings where gradients are near singular; in
         # float32 both agree within 2e-6. Halves of a matrix that are turned by themselves differ by a third.
         assert (other - change).norm() < 0.2 * change.norm(), name
 
