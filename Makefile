@@ -72,7 +72,7 @@ pages: setup ## write into README and docs what their examples print now, and dr
 matrix: setup ## verify every causal family of transformers and write docs/compatibility.md (under 20 minutes)
 	$(RUN) docs/compatibility.py $(ARGS)
 
-soak: setup ## run the long tests (about 100 minutes); the summary it prints is docs/soak.md
+soak: setup ## run the long tests (one and a half to two and a half hours); the summary it prints is docs/soak.md
 	$(RUN) scripts/soak.py --scratch "$(SCRATCH)" $(ARGS)
 
 bench: setup ## run peers side by side, write benchmarks/results/ and the tables of docs/benchmarks.md
