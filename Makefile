@@ -84,7 +84,7 @@ dist: setup ## build the wheel and the sdist into dist/
 matrix: setup ## verify every causal family of transformers and write docs/compatibility.md (under 20 minutes)
 	$(RUN) docs/compatibility.py $(ARGS)
 
-soak: setup ## run the long tests (about 100 minutes); the summary it prints is docs/soak.md
+soak: setup ## run the long tests (one and a half to two and a half hours); the summary it prints is docs/soak.md
 	$(RUN) scripts/soak.py --scratch "$(SCRATCH)" $(ARGS)
 
 bench: setup ## run peers side by side, write benchmarks/results/ and the tables of docs/benchmarks.md

@@ -546,15 +546,15 @@ def test_plans_know_how_wide_rows_are(store, hardware, tmp_path, monkeypatch, pr
 def test_rows_take_no_more_bytes_than_plans_leave_them(number):
     case = cases()[number]
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 8}
-    for dtype, times in ((torch.float32, WIDE), (torch.bfloat16, 1.0)):
+    # A prediction of half precision is within 2 %, and plans leave 8 % of the memory free.
+    for dtype, times in ((torch.float32, WIDE), (torch.bfloat16, 1.02)):
         model, tokens = tiny("llama", dtype, **sizes), tokens_of(CASES)
         with_gradients(model)
         counted = predicted_bytes(vl.ModelShape.from_config(model.config), case.plan)
         with bytes_meter(torch.device("cpu")) as meter:
             step = run_step(model, tokens, case.plan, meter=meter)
 
-        # Half precision is predicted within 2 %, of which plans keep more free (CostModel.memory_fraction).
-        assert 0.7 * times < step.task_runs[0].peak_bytes.max() / counted < 1.02 * times
+        assert 0.7 * times < step.task_runs[0].peak_bytes.max() / counted < times
 
 
 @pytest.mark.soak
