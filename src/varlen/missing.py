@@ -32,11 +32,15 @@ def library_in(error: BaseException | None) -> str:
 
 def of_missing(library: str, needed_by: str) -> MissingExtraError:
     """Return the error that names a missing library, what needs it, and the command that installs it."""
-    extra = _EXTRAS.get(library)
-    command = f"'varlen[{extra}]'" if extra else _PACKAGES.get(library, library)
     return MissingExtraError(
-        f"{library} is not installed, and {needed_by} needs it; `pip install {command}` installs it"
+        f"{library} is not installed, and {needed_by} needs it; `{installation(library)}` installs it"
     )
+
+
+def installation(library: str) -> str:
+    """Return the command that installs a library, by varlen's extra where there is one."""
+    extra = _EXTRAS.get(library)
+    return f"pip install 'varlen[{extra}]'" if extra else f"pip install {_PACKAGES.get(library, library)}"
 
 
 def report_missing(package: str) -> None:

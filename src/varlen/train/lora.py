@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from varlen.errors import SettingError
+from varlen.missing import installation
 from varlen.train.settings import AdapterSettings, TrainSettings
 
 _NAME = "default"
@@ -46,7 +47,7 @@ def add_adapter(model: Any, settings: AdapterSettings) -> None:
     """Add an adapter to a model, in place; all other parameters are frozen."""
     if importlib.util.find_spec("peft") is None:
         raise SettingError(
-            "[adapter] needs peft, which isn't installed; install it (pip install peft), or leave the table out"
+            f"[adapter] needs peft, which isn't installed; install it ({installation('peft')}), or leave the table out"
         )
     from peft import inject_adapter_in_model
 

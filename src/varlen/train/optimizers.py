@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from varlen.errors import SettingError
+from varlen.missing import installation
 from varlen.train.settings import OptimizerSettings
 
 
@@ -123,8 +124,8 @@ def _adamw_8bit(
         from torchao.optim import AdamW8bit
     except ImportError:
         raise SettingError(
-            'optimizer.name = "adamw_8bit" needs torchao, which isn\'t installed; install it (pip install torchao), '
-            'or set optimizer.name = "adamw"'
+            f'optimizer.name = "adamw_8bit" needs torchao, which isn\'t installed; install it '
+            f'({installation("torchao")}), or set optimizer.name = "adamw"'
         ) from None
     _check_whole(parameters, settings)
     made: torch.optim.Optimizer = AdamW8bit(

@@ -1,8 +1,8 @@
 """Trackers of experiments: TensorBoard, Weights & Biases and MLflow behind one protocol.
 
-A run that resumes continues its record, in which each step stands once: TensorBoard's files drop the steps that are
-trained again, and the others aren't given them a second time. Such steps have the same numbers, unless settings have
-changed.
+A run that resumes continues its record. Steps that are trained again after a kill have the same numbers, unless settings
+have changed. TensorBoard's files drop such steps, MLflow says which it has, and Weights & Biases, which writes a little
+later than it is called, records them again, so that no step is missing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from varlen.errors import SettingError, VarlenError, described
 from varlen.files.ours import is_folder, open_own, write_json
+from varlen.missing import installation
 from varlen.parsed import parse_json
 from varlen.regular import read_regular
 from varlen.train.callbacks import Callback
@@ -31,6 +32,8 @@ from varlen.train.settings import TrackSettings, TrainSettings
 RECORDS: Final = "trackers.json"
 """File in a run's folder with the names of its records."""
 _KINDS = ("train", "eval")
+_FLUSH = "x_transaction_log_flush_interval"
+"""Seconds for which Weights & Biases holds numbers back."""
 _OUT = "move it away, or choose another run.output"
 
 
@@ -45,8 +48,8 @@ class Tracker(Protocol):
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers of a step, by names such as "train/loss", so that they stay if the run is killed."""
 
-    def close(self) -> None:
-        """Write what is not written yet."""
+    def close(self, failed: bool) -> None:
+        """Write what is not written yet, and whether the run failed."""
 
 
 def check_trackers(settings: TrackSettings) -> None:
@@ -54,7 +57,7 @@ def check_trackers(settings: TrackSettings) -> None:
     for name in settings.to:
         if importlib.util.find_spec(name) is None:
             raise SettingError(
-                f'track.to names "{name}", which isn\'t installed; install it (pip install {name}), or leave it out'
+                f'track.to names "{name}", which isn\'t installed; install it ({installation(name)}), or leave it out'
             )
 
 
@@ -92,8 +95,10 @@ def trackers_of(
             opened.add(name, tracker)
         write_json(folder / RECORDS, records)
         yield opened
-    finally:
-        opened.close()
+    except BaseException:
+        opened.close(failed=True)
+        raise
+    opened.close(failed=False)
 
 
 def _records(path: Path) -> dict[str, str]:
@@ -146,10 +151,10 @@ class Tracked(Callback):
                     values[f"{name}/loss_{above}"] = part.loss
         self._log("eval", values, evaluation.step)
 
-    def close(self) -> None:
-        """Close all trackers."""
+    def close(self, failed: bool) -> None:
+        """Close all trackers of a run that failed, or ended or stopped as it should."""
         for name in list(self._trackers):
-            self._tried(name, self._trackers[name].close)
+            self._tried(name, partial(self._trackers[name].close, failed))
 
     def _log(self, kind: str, values: Mapping[str, float], step: int) -> None:
         named = {f"{kind}/{name}": value for name, value in values.items()}
@@ -197,7 +202,7 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._writer.close()
 
 
@@ -206,7 +211,11 @@ class _WeightsAndBiases:
         import wandb
 
         self.record = run.record or secrets.token_hex(8)
-        self.last: Mapping[str, int] = {} if run.record is None else run.seen
+        # What was reported after the checkpoint may not have been written before a kill.
+        kept = {} if run.record is None else run.seen
+        self.last: Mapping[str, int] = {kind: min(step, run.done) for kind, step in kept.items()}
+        # A kill loses what the library holds back, 15 s as it is set; versions without this setting write at once.
+        soon = {_FLUSH: 0.1} if _FLUSH in wandb.Settings.model_fields else {}
         self._run: Any = wandb.init(
             project=run.settings.project,
             name=run.settings.name,
@@ -214,6 +223,7 @@ class _WeightsAndBiases:
             resume="allow",
             dir=str(run.folder),
             config=dict(run.configuration),
+            settings=wandb.Settings(**soon),
         )
         for kind in _KINDS:
             self._run.define_metric(f"{kind}/*", step_metric="step")
@@ -222,8 +232,8 @@ class _WeightsAndBiases:
         # The library's own step would hold numbers back until the next one, and lose them if the run is killed.
         self._run.log({**values, "step": step})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class _MLflow:
@@ -257,8 +267,8 @@ class _MLflow:
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self.record, metrics=metrics)
 
-    def close(self) -> None:
-        self._client.set_terminated(self.record)
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self.record, status="FAILED" if failed else "FINISHED")
 
 
 _OPENED: dict[str, Callable[[_Run], Tracker]] = {
