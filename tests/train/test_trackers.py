@@ -273,7 +273,7 @@ def test_a_tracker_that_isnt_installed_is_refused_before_anything_is_built(
 def test_all_that_a_run_writes_is_known(store, tmp_path):
     there = [name for name in TRACKERS if importlib.util.find_spec(name) is not None]
     sets = {"eval__sets": {"same": str(store)}, "sample__prompts": ["Why"], "sample__tokens": 2}
-    plan = {"plan__method": "sliced", "plan__calibrate_s": 0.01}
+    plan = {"plan__method": "micropack", "plan__calibrate_s": 0.01}
     still = {**settings(store, tmp_path).model.settings, "attention_dropout": 0.0}
     train(
         settings(
