@@ -75,7 +75,7 @@ pages: setup ## write into README and docs what their examples print now, and dr
 	&& $(RUN) -m benchmarks.running.page && $(RUN) -m benchmarks.gpu.page
 
 site: setup ## build the pages as a site for browsers, $(SCRATCH)/site/index.html
-	$(RUN) docs/site.py "$(SCRATCH)/site"
+	$(RUN) docs/website.py "$(SCRATCH)/site"
 
 dist: setup ## build the wheel and the sdist into dist/
 	@mkdir -p dist && $(RUN) -c "from flit_core import buildapi; buildapi.build_wheel('dist'); buildapi.build_sdist('dist')"

@@ -1,6 +1,10 @@
 """The site: `make site` builds it from these pages and from the docstrings of varlen's public names."""
 
+from sphinx_markdown_builder.translator import PREDEFINED_ELEMENTS
+
 from varlen import __version__
+
+PREDEFINED_ELEMENTS["abbreviation"] = None  # the `*` of a signature, which the Markdown would miss
 
 project, author, release = "varlen", "The varlen authors", __version__
 copyright = author

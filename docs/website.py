@@ -6,6 +6,7 @@ The site is plain files: it works from a disk, loads nothing from elsewhere, and
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,16 @@ def build(folder: Path) -> None:
     code = subprocess.run(command, check=False).returncode
     if code:
         raise SystemExit(code)
+    _complete_markdown(folder)
+
+
+def _complete_markdown(folder: Path) -> None:
+    """Let the pages' Markdown find its pictures and downloads, which its builder links to as sources do."""
+    shutil.copytree(DOCS / "images", folder / "images", dirs_exist_ok=True)
+    for path in sorted(folder.rglob("*.md")):
+        up = "../" * (len(path.relative_to(folder).parts) - 1)
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace("](_downloads/", f"]({up}_downloads/"), encoding="utf-8")
 
 
 def faults(folder: Path) -> Iterator[str]:

@@ -20,7 +20,8 @@ def test_every_public_name_is_in_the_reference():
         r"^\.\. auto\w+:: varlen\.(\w+)$", (DOCS / "reference/api.md").read_text(), re.MULTILINE
     )
 
-    assert sorted(set(named) - {"errors"}) == sorted(vl.__all__)
+    errors = {name for name in vl.__all__ if getattr(getattr(vl, name), "__module__", "") == "varlen.errors"}
+    assert set(named) == set(vl.__all__) - errors | {"errors"}
     assert len(named) == len(set(named))
 
 

@@ -81,7 +81,7 @@ class PackedBatch:
     pack_ids: Array
     """int64 `[num_packs]`: which packs of the packing these are."""
     pack_offsets: Array
-    """int64 `[num_packs + 1]`: pack k of this batch holds the segments `pack_offsets[k]:pack_offsets[k + 1]`."""
+    """int64 `[num_packs + 1]`: pack k of this batch holds segments `pack_offsets[k]` to `pack_offsets[k + 1]` - 1."""
     layout: Layout
     pad_id: int
     max_token_id: int
