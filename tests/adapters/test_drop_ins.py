@@ -305,7 +305,8 @@ OURS = {
         "megatron.unpacked_samples",
         "megatron.write_megatron",
     ),
-    *("megatron.write_metadata", "megatron.write_packed_indexed_dataset", "hf.accepts", "hf.first_position"),
+    *("megatron.write_metadata", "megatron.write_packed_indexed_dataset", "hf.accepts"),
+    *("hf.document_outputs", "hf.first_position", "hf.pool"),
     *(
         "hf.has_experts",
         "hf.implementation",

@@ -26,6 +26,8 @@ class Case:
     loss_mask: list[list[int]] | None = None
     columns: dict[str, list[list[float]]] = field(default_factory=dict)
     column_pads: dict[str, float] = field(default_factory=dict)
+    token_labels: list[list[int]] | None = None
+    document_labels: list[int] | None = None
     pad_id: int = 0
     pad_to_multiple_of: int = 1
     layout: str = "rows"
@@ -39,6 +41,10 @@ class Case:
             "loss_mask": self.loss_mask,
             "columns": self.columns,
             "column_pads": self.column_pads,
+            "token_labels": self.token_labels,
+            "document_labels": None
+            if self.document_labels is None
+            else np.array(self.document_labels, np.int64),
             "pad_id": self.pad_id,
             "pad_to_multiple_of": self.pad_to_multiple_of,
             "layout": self.layout,
@@ -87,7 +93,11 @@ def cases(draw: st.DrawFn, layouts: tuple[str, ...] = ("rows", "flat")) -> Case:
     mask = [[draw(st.integers(0, 1)) for _ in part] for part in documents] if draw(st.booleans()) else None
     weighted = any(lengths) and draw(st.booleans())
     columns = {"weight": [[token / 8 for token in part] for part in documents]} if weighted else {}
+    classes = [[(token * 7) % 5 for token in part] for part in documents] if draw(st.booleans()) else None
+    whole = overlong != "split" and method != "wrapped" and draw(st.booleans())
     return Case(
+        token_labels=classes,
+        document_labels=[3 * number for number in range(len(documents))] if whole else None,
         documents=documents,
         packing=packing,
         pack_ids=pack_ids,
@@ -110,14 +120,18 @@ class Oracle:
         self.rows: list[list[tuple[int, ...]]] = [[]]
         self.segments: dict[str, list[int]] = {name: [] for name in ("ids", "starts", "lengths", "targets")}
         self.logical, self.physical, self.offsets = [0], [0], [0]
-        self.columns: dict[str, list[Any]] = {name: [] for name in case.columns}
+        self.given = dict(case.columns)
+        self.pads = dict(case.column_pads)
+        if case.token_labels is not None:
+            self.given["token_labels"], self.pads["token_labels"] = case.token_labels, IGNORE
+        self.columns: dict[str, list[Any]] = {name: [] for name in self.given}
 
     def pad(self, count: int, *, bounds: bool) -> None:
         """Write padding, with boundaries of its own unless it fills up a slot."""
         for _ in range(count):
             self.rows[-1].append((self.case.pad_id, IGNORE, 0, -1))
             for name, column in self.columns.items():
-                column.append(self.case.column_pads.get(name, 0))
+                column.append(self.pads.get(name, 0))
         while bounds and count:
             part = min(count, max(self.multiple, PADDING_SEGMENT // self.multiple * self.multiple))
             self.logical.append(self.logical[-1] + part)
@@ -134,7 +148,7 @@ class Oracle:
             targets += label != IGNORE
             self.rows[-1].append((case.documents[document][at], label, place, number))
             for name, column in self.columns.items():
-                column.append(case.columns[name][document][at])
+                column.append(self.given[name][document][at])
         for name, value in zip(self.segments, (document, start, stop - start, targets)):
             self.segments[name].append(value)
         self.logical.append(self.logical[-1] + stop - start)
@@ -199,9 +213,13 @@ def expected(case: Case) -> dict[str, Any]:
         "step_num_targets": targets,
         "dp_world_size": 1,
         "document_groups": None if packing.groups is None else packing.groups[segments["ids"]],
+        "document_labels": None
+        if case.document_labels is None
+        else np.array([case.document_labels[document] for document in segments["ids"]], np.int64),
         "plan": None,
         "columns": {
-            name: np.array(values, np.float64).reshape(shape) for name, values in page.columns.items()
+            name: np.array(values, np.int32 if name == "token_labels" else np.float64).reshape(shape)
+            for name, values in page.columns.items()
         },
     }
 

@@ -128,11 +128,11 @@ def test_unknown_hardware_is_answered_with_the_nearest():
 
 
 def test_every_list_of_hardware_names_all_of_it():
-    page = (Path(__file__).parents[2] / "docs/planning.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/planning-cluster.md").read_text(encoding="utf-8")
     lists = {
         "docstring of Hardware.named": str(Hardware.named.__doc__),
         "help of --hardware in cli/plan.py": HardwareName.__metadata__[0].help,
-        "docs/planning.md": page.partition("The rates of a name (")[2].partition(")")[0],
+        "docs/planning-cluster.md": page.partition("The rates of a name (")[2].partition(")")[0],
     }
 
     missing = {where: MACHINES.keys() - re.findall(r"\w+", text) for where, text in lists.items()}

@@ -43,7 +43,7 @@ def test_the_wheel_holds_the_package_alone_and_is_small(built, root):
     package = root / "src"
     files = {each.relative_to(package).as_posix() for each in package.rglob("*") if each.is_file()}
     assert {name for name in names if ".dist-info/" not in name} == {
-        f for f in files if not f.endswith(".pyc")
+        f for f in files if "__pycache__" not in f
     }
     assert path.stat().st_size <= MOST_BYTES_OF_WHEEL
     assert f"\nVersion: {varlen.__version__}\n" in about

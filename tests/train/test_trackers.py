@@ -139,7 +139,9 @@ class KillsItself(Callback):
 
 def _killed(made, at, environment):
     os.environ.clear()
-    os.environ.update(environment)  # the process is forked from one that has the environment of an earlier test
+    os.environ.update(
+        environment
+    )  # the process is forked from one that has the environment of an earlier test
     train(made, callbacks=[KillsItself(at)])  # after the trackers, which are called first
 
 
