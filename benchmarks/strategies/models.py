@@ -20,7 +20,6 @@ from transformers import (
 
 from benchmarks.strategies.sets import VOCABULARY
 from varlen.adapters import hf
-from varlen.train import step
 from varlen.train.settings import OptimizerSettings
 
 FAMILIES = ("llama", "mixtral", "gemma3")
@@ -89,5 +88,8 @@ def bare(model: Any) -> Any:
 
 def make_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     """Return AdamW without decay, which every strategy trains with."""
-    settings = OptimizerSettings(learning_rate=learning_rate, weight_decay=0.0)
-    return step.make_optimizer(model.parameters(), settings, torch.device("cpu"))
+    settings = OptimizerSettings(learning_rate=learning_rate)
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=betas, eps=settings.epsilon, weight_decay=0.0
+    )

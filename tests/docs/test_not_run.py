@@ -70,6 +70,7 @@ NOT_RUN = {
         ("from varlen.adapters.verl", "an excerpt of the example below it"),
         ("import verl.utils", "needs verl"),
     ],
+    "docs/heads.md": [("-from trl import RewardTrainer", "tests/adapters/trl/test_reward.py")],
     "docs/isolation.md": [("varlen verify qwen3", "tests/cli/test_verify.py")],
     "docs/long-documents.md": [("python examples/long_document.py", "tests/examples/test_slices.py")],
     "docs/planning-cluster.md": [("varlen plan --calibrate", "tests/cli/test_plan.py")],

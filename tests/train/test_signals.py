@@ -346,7 +346,10 @@ def test_a_killed_run_of_an_adapter_with_evaluations_and_background_saves_ends_w
 
     same_end(tmp_path / "whole", tmp_path / "run")
     one, other = (
-        [{**json.loads(line), "seconds": 0} for line in (tmp_path / name / "evaluations.jsonl").open()]
+        [
+            {**json.loads(line), "seconds": 0}
+            for line in (tmp_path / name / "evaluations.jsonl").read_text().splitlines()
+        ]
         for name in ("whole", "run")
     )
     assert one == other

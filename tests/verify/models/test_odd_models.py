@@ -543,10 +543,11 @@ def test_logits_are_found_however_they_are_returned(form):
     assert first_cell(changed_by_mode(model, lambda x, _: x + 0.1 * x.roll(1, 1))).verdict == "leaks"
 
 
-def test_a_head_that_predicts_no_tokens_is_refused_in_a_sentence():
+def test_a_head_that_predicts_no_tokens_is_proven_by_its_classes():
     model = AutoModelForTokenClassification.from_config(LlamaConfig(**SMALL), attn_implementation="sdpa")
 
-    assert "returns 2 logits for each token, and embeds 97 ids" in first_cell(model.eval()).reason
+    assert first_cell(model.eval()).verdict == "isolated"
+    assert first_cell(changed_by_mode(model, lambda x, _: x + 0.1 * x.roll(1, 1))).verdict == "leaks"
 
 
 def failing(error: Exception, when: Callable[[], bool] = lambda: True) -> Any:
