@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,13 @@ from varlen.types import Int32Array
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class PlansOfAnotherRank:
     """Given as plans on ranks that can't plan: another rank does."""
+
+    ahead: int
+    """How many steps the rank that plans reads ahead. All ranks read as many: what begins an epoch is agreed upon
+    by all of them, and one that waited for a plan would keep the planning rank waiting there."""
 
 
 GivenPlans = (
@@ -69,7 +75,7 @@ def check_given(given: Any) -> None:
 
 def ahead_of(given: Any) -> int:
     """Return for how many steps ahead a planner takes lengths."""
-    return given.ahead if isinstance(given, Planner) else 0
+    return given.ahead if isinstance(given, Planner | PlansOfAnotherRank) else 0
 
 
 class Plans:

@@ -174,7 +174,7 @@ def plans_of(
     shape = shape_of(config, mesh, note)
     words = words_of(plan, mesh)
     if not ranks.is_first:
-        return RunPlans(PlansOfAnotherRank(), words)
+        return RunPlans(PlansOfAnotherRank(plan.ahead), words)
     cost = cost_of(settings, shape, mesh, ranks.device, note)
     search, method = search_of(plan), method_of(plan)
     # The quick plan needs no close search, unless it must equal the plan of the same method.
