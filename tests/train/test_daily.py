@@ -19,6 +19,7 @@ from tests.support.training import (
     tensors_of,
     weights_of,
 )
+from torch.optim import _muon as _muon_of_torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from varlen.cost.hardware import Hardware, save_hardware
@@ -118,10 +119,26 @@ def _muon(store, output, base, **changes):
     return {**made, "model": {"path": str(base)}}
 
 
+def _turn_in_float32():
+    """Let torch's Muon iterate in float32, for as long as this process lives or a test patches it."""
+    inner = _muon_of_torch._zeropower_via_newtonschulz
+
+    def turned(gradient, *settings):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+            return inner(gradient, *settings)
+
+    _muon_of_torch._zeropower_via_newtonschulz = turned
+
+
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_muon_turns_whole_matrices_however_ranks_share_them(store, base, tmp_path, way):
+def test_muon_turns_whole_matrices_however_ranks_share_them(store, base, tmp_path, way, monkeypatch):
+    name = "_zeropower_via_newtonschulz"
+    monkeypatch.setattr(_muon_of_torch, name, getattr(_muon_of_torch, name))  # put back afterwards
+    _turn_in_float32()
     train(_muon(store, tmp_path / "one", base))
-    for process in start_ranks([_muon(store, tmp_path / "two", base, run__parallel=way)], 2, tmp_path):
+    runs = [_muon(store, tmp_path / "two", base, run__parallel=way)]
+    for process in start_ranks(runs, 2, tmp_path, prepare=_turn_in_float32):
         process.join(120)
         assert process.exitcode == 0, [path.read_text() for path in tmp_path.glob("rank*")]
 
@@ -130,9 +147,9 @@ def test_muon_turns_whole_matrices_however_ranks_share_them(store, base, tmp_pat
     assert one.keys() <= before.keys()
     for name, weight in one.items():
         change, other = weight - before[name], two[name] - before[name]
-        # torch's Muon iterates in bfloat16, which makes a tenth of roundings where gradients are near singular; in
-        # float32 both agree within 2e-6. Halves of a matrix that are turned by themselves differ by a third.
-        assert (other - change).norm() < 0.2 * change.norm(), name
+        # Halves of a matrix that are turned by themselves differ by a third. In bfloat16, in which torch iterates by
+        # default, roundings alone make a tenth where gradients are near singular.
+        assert (other - change).norm() < 1e-4 * change.norm(), name
 
 
 def test_texts_are_written_and_nothing_else_changes(store, tmp_path):
