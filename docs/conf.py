@@ -1,5 +1,8 @@
 """The site: `make site` builds it from these pages and from the docstrings of varlen's public names."""
 
+import re
+from typing import Any
+
 from sphinx_markdown_builder.translator import PREDEFINED_ELEMENTS
 
 from varlen import __version__
@@ -39,3 +42,13 @@ llms_txt_override_source = "index"
 llms_txt_nested_enabled = False
 llms_txt_suffix_mode = "append"
 llms_txt_build_parallel = False  # the pages are read once
+
+
+def _plain_aliases(*event: Any) -> tuple[str | None, str | None]:
+    """Return a signature and what it returns with aliases by their names, also beside others (`ArrayLike | None`)."""
+    return tuple(text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in event[-2:])
+
+
+def setup(app: Any) -> None:
+    """Connect what changes signatures."""
+    app.connect("autodoc-process-signature", _plain_aliases)
