@@ -383,9 +383,9 @@ class EvalSettings:
     keep_best: bool = False
     """Keep the checkpoint of the lowest loss beside the newest ones, and export its weights as the trained model."""
     patience: int | None = None
-    """Stop after so many evaluations in a row without a lower loss; left out: never."""
+    """Early stopping: end the run after so many evaluations in a row without a lower loss; left out: never."""
     least_gain: float = 0.0
-    """A loss counts as lower only if it is so by more than this."""
+    """Of `patience`: a loss counts as lower only if it is so by more than this."""
 
     def __post_init__(self) -> None:
         _check_range("eval.every", self.every, 0)
