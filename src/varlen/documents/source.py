@@ -183,7 +183,7 @@ class Source:
             else:
                 documents = encode_rows(rows, columns, self.encoding)
             if documents.faults and self.on_error == "raise":
-                raise documents.faults[0].raised()
+                raise documents.faults[0].raised(may_skip=True)
             yield documents
 
 
