@@ -42,6 +42,11 @@ def parse_json(text: str | bytes) -> Any:
         raise UnreadableError(str(error)) from None
 
 
+def json_fault(error: json.JSONDecodeError) -> str:
+    """Return what is wrong, without the place: some messages of the library end in "at"."""
+    return error.msg.removesuffix(" at")
+
+
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML."""
     import tomllib

@@ -51,6 +51,16 @@ def test_the_manifest_is_printed_for_machines_and_skips_are_told(verb, tmp_path)
     assert "  1 record skipped" in verb("index", "a.jsonl", "-o", "store", "--on-error", "skip")[1]
 
 
+def test_a_bad_row_is_named_with_the_way_out(verb, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": 1}\n')
+
+    for arguments in (["index", "a.jsonl", "-o", "store"], ["inspect", "a.jsonl"]):
+        code, _, said = verb(*arguments)
+        words = " ".join(said.split())
+        assert (code, "a.jsonl line 2 holds" in words, "(--on-error skip)" in words) == (2, True, True)
+        assert verb(*arguments, "--on-error", "skip")[0] == 0
+
+
 def test_a_store_within_the_data_is_left_out_of_it(verb, tmp_path):
     write_texts(tmp_path / "a.jsonl")
 

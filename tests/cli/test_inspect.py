@@ -1,6 +1,7 @@
 """`varlen inspect`: what it prints, what it writes, and one sentence for what is wrong."""
 
 import json
+import re
 import shlex
 
 import numpy as np
@@ -40,6 +41,34 @@ def test_a_table_is_printed_and_nothing_written(stored):
     assert "-o report.html shows this in pictures" in run.stdout
     assert "100 %" in run.stderr
     assert [path.name for path in stored.parent.iterdir()] == ["chats.npz"]
+
+
+def test_documents_are_shown_as_the_model_gets_them_with_what_is_trained(tmp_path):
+    long = "a long answer of many words " * 9
+    turns = [("user", "Why?"), ("assistant", "So."), ("user", "Who?"), ("assistant", long)]
+    chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    (tmp_path / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 3)
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "one\ntwo"}) + "\n")
+
+    run = asked("inspect", "chats.jsonl", "--show", 2, cwd=tmp_path)
+
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert sum(line.startswith("document ") for line in lines) == 2
+    assert lines[1:7] == [
+        "  <|im_start|>user",
+        "  Why?<|im_end|>",
+        "  <|im_start|>assistant",
+        "> So.<|im_end|>",
+        "  <|im_start|>user",
+        "  Who?<|im_end|>",
+    ]
+    trained = len("So.") + len(long) + 2
+    assert re.fullmatch(f"document 1: [0-9]+ tokens, {trained} of them trained", lines[0])
+    assert max(map(len, lines)) <= 80
+    assert "".join(line[2:] for line in lines if line[:2] == "> ").count("many") == 18
+    texts = asked("inspect", "texts.jsonl", "--show", 9, cwd=tmp_path)
+    assert texts.stdout == "document 1: 8 tokens, 8 of them trained\n> one\n> two<|endoftext|>\n"
 
 
 def test_the_command_that_is_advised_packs_the_same_documents(texts):

@@ -55,6 +55,12 @@ def test_the_example_is_written_and_trains(run_train, store, tmp_path):
     assert "step 2  loss " in said
     assert steps_of(tmp_path / "run") == ["step-00000002"]
 
+    text = (tmp_path / "config.toml").read_text().replace("steps = 200 ", "epochs = 1 ")
+    (tmp_path / "epochs.toml").write_text(text.replace('"store"', f'"{store}"').replace('"run"', '"epochs"'))
+    for _ in range(2):
+        code, out, said = run_train("epochs.toml")
+    assert (code, out.splitlines()[0].endswith(" steps; raise run.epochs to go on")) == (0, True)
+
     code, out, said = run_train("config.toml", *quick)
     assert (code, out.splitlines()[0]) == (
         0,

@@ -95,6 +95,8 @@ NOT_RUN = {
     "docs/training-plans.md": [("torchrun --standalone", "tests/distributed/test_runs.py")],
     "docs/tutorials/chats.md": [
         ("varlen inspect", "tests/docs/test_tutorial.py"),
+        ("varlen inspect", "tests/docs/test_tutorial.py"),
+        ("cp train.jsonl broken.jsonl", "tests/docs/test_tutorial.py"),
         ("varlen index", "tests/docs/test_tutorial.py"),
         ("varlen train chats.toml --dry-run", "tests/docs/test_tutorial.py"),
         ("varlen train chats.toml", "tests/docs/test_tutorial.py"),

@@ -72,8 +72,13 @@ def test_the_tutorial_leads_from_chats_to_a_model_that_transformers_loads(hub, t
     assert len(records) == len([block for block in pages.blocks(text) if block.language in ("python", "sh")])
     printed = "\n".join(record.printed for record in records)
     assert "360 documents" in printed
+    shown = next(block.code for block in pages.blocks(text) if block.language == "text")
+    assert shown in "\n".join(line.rstrip() for line in printed.splitlines())
+    assert printed.count("360 documents") >= 3  # the broken row is left out
     assert re.search(r"steps +\d+ steps on 1 process", printed)
     out = tmp_path / "work" / "out"
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert {(sample["prompt"], sample["is_chat"]) for sample in samples} == {("What is 2 + 2?", True)}
     losses = [json.loads(line)["loss"] for line in (out / "evaluations.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
     assert {path.name for path in (out / "model").iterdir()} >= {"model.safetensors", "chat_template.jinja"}

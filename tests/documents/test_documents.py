@@ -458,6 +458,10 @@ def test_a_path_with_brackets_in_its_name_is_not_taken_for_a_pattern(tmp_path):
         (b"\n\n", "holds no text"),
         (b'{"text": ""}\n', "all documents are empty"),
         (b'{"text": "a"}\n{"text": \n', r"line 2 is not valid JSON"),
+        (
+            b'{"text": "a"}\n{"text": "b\n',
+            r"line 2 is not valid JSON: Unterminated string starting at column 10$",
+        ),
         (b'{"text": "a"}\n[1, 2]\n', r"line 2 is a JSON array, not an object"),
         (b'{"text": "a"}\n{"text": null}\n', r"line 2 can't be used: `text` must be a string, found null"),
         (b'{"text": 3}\n', r"`text` must be a string, found number"),

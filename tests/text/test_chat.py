@@ -613,10 +613,10 @@ def test_the_messages_given_are_not_changed():
         ([{"role": "user"}], r"message 1 \(user\) has no content"),
         (
             [{"role": "user", "content": None, "tool_calls": [ADDITION]}],
-            "has no content; only an assistant's",
+            "has null as its content; only an assistant's.*found the keys `role`, `content`",
         ),
-        ([{"role": "assistant", "content": None}], r"message 1 \(assistant\) has no content"),
-        ([{"role": "assistant", "content": None, "tool_calls": []}], "has no content"),
+        ([{"role": "assistant", "content": None}], r"message 1 \(assistant\) has null as its content"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "has null as its content"),
         ([{"role": "user", "content": 3}], "must be text or a list of parts of text, found a number"),
         ([{"role": "user", "content": {"text": "a"}}], "found an object"),
         ([{"role": "user", "content": [{"type": "image", "url": "a"}]}], "a part of type 'image'"),

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,6 +162,12 @@ def test_the_example_is_a_configuration_and_replaces_nothing(tmp_path):
     assert f"varlen train {tmp_path / 'a.toml'}" in (tmp_path / "a.toml").read_text()
     with pytest.raises(SettingError, match="is there already"):
         write_example(tmp_path / "a.toml")
+
+    text = (tmp_path / "a.toml").read_text()
+    tables = text[text.index("# [eval]") : text.index("[log]")]
+    (tmp_path / "b.toml").write_text(text.replace(tables, re.sub(r"(?m)^# ?", "", tables)))
+    every = read_config(tmp_path / "b.toml")
+    assert all((every.eval, every.adapter, every.sample, every.track))
 
 
 def test_settings_survive_being_noted_in_a_checkpoint(config):

@@ -26,6 +26,7 @@ from varlen.cost.hardware import Hardware, save_hardware
 from varlen.documents.source import open_source
 from varlen.errors import PlanError, SettingError
 from varlen.offline.index import index_source
+from varlen.text.tokenizer import ByteTokenizer
 from varlen.train import dry_run
 from varlen.train.configuration import as_settings, as_toml, read_config
 from varlen.train.dry_run import forecast
@@ -175,6 +176,41 @@ def test_a_text_is_the_one_that_transformers_generates(store, tmp_path):
     written = json.loads((tmp_path / "run" / "samples.jsonl").read_text())["text"]
     wanted = bytes(token for token in theirs[0, ids.shape[1] :].tolist() if token < 256)
     assert written.encode("utf-8", "replace")[:4] == wanted.decode("utf-8", "replace").encode()[:4]
+
+
+def test_what_a_user_says_is_answered_by_the_chat_template(store, tmp_path):
+    notes = Notes()
+    sample = {"sample__chats": ["What is 2 + 2?"], "sample__prompts": ["Why"], "sample__every": 0}
+    given = settings(store, tmp_path / "run", **sample, sample__tokens=8)
+    train(given, notes)
+
+    prompt, chat = (
+        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    )
+    assert (prompt["prompt"], prompt["is_chat"], chat["prompt"], chat["is_chat"]) == (
+        "Why",
+        False,
+        "What is 2 + 2?",
+        True,
+    )
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    turn, end = 258, 259
+    asked = [turn, *b"user\nWhat is 2 + 2?", end, *b"\n", turn, *b"assistant\n"]
+    theirs = model.generate(torch.tensor([asked]), max_new_tokens=8, do_sample=False, pad_token_id=257)
+    assert model.generation_config.eos_token_id == [256, end]
+    assert chat["text"] == ByteTokenizer().decode(theirs[0, len(asked) :].tolist())
+    assert f"after step 6: What is 2 + 2? → {chat['text']}" in notes.said
+
+
+@pytest.mark.parametrize("way", ["run", "dry run"])
+def test_chats_to_answer_without_a_chat_template_are_refused(tmp_path, way):
+    (tmp_path / "texts.jsonl").write_text((json.dumps({"text": "hello you " * 9}) + "\n") * 40)
+    index_source(open_source(str(tmp_path / "texts.jsonl")), tmp_path / "store")
+    given = settings(tmp_path / "store", tmp_path / "run", sample__chats=["Why?"])
+    with pytest.raises(SettingError, match=r"sample\.chats needs a chat template: .* use sample\.prompts"):
+        forecast(given) if way == "dry run" else train(given, Notes())
+    with pytest.raises(SettingError, match=r"sample\.prompts or sample\.chats must hold texts"):
+        settings(tmp_path / "store", tmp_path / "run", sample__every=1)
 
 
 def test_a_mixture_is_trained_by_its_weights(store, tmp_path):

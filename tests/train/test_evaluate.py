@@ -146,6 +146,35 @@ def test_a_run_ends_after_patience_and_stays_ended(store, valid, tmp_path, monke
     assert again.steps == again.evaluations == []
 
 
+def test_the_least_gain_is_for_patience_and_the_best_is_the_lowest_loss(store, valid, tmp_path, monkeypatch):
+    losses = {0: 3.0, 2: 2.0, 4: 1.99, 6: 1.98}
+    true = Best.after
+    monkeypatch.setattr(
+        Best, "after", lambda self, step, loss, least_gain: true(self, step, losses[step], least_gain)
+    )
+    asked = _sets(valid, keep_best=True, least_gain=0.05, patience=2)
+    output = tmp_path / "run"
+    summary = train(settings(store, output, run__keep=1, run__steps=8, **asked), Notes())
+
+    assert (summary.ended_by, summary.steps) == ("patience", 6)
+    assert (summary.best.step, summary.best.loss) == (6, 1.98)
+    assert steps_of(output) == ["step-00000006"]
+    copy = rewound(output, 6, tmp_path / "again")
+    assert train(settings(store, copy, run__keep=1, run__steps=8, **asked), Notes()).ended_by == "patience"
+
+
+@pytest.mark.parametrize("least_gain", [0.0, 0.03])
+def test_patience_counts_from_the_last_loss_that_fell_enough(least_gain):
+    best = Best()
+    for step, loss in enumerate([0.3215, 0.3120, 0.3043, 0.2900]):
+        best = best.after(step, loss, least_gain)
+        assert (best.step, best.loss, best.last) == (step, loss, step)
+        best = Best.from_json(json.loads(json.dumps(best.to_json())))
+    assert (best.since, best.reference) == (0, 0.29)
+    assert best.after(4, 0.2895, least_gain).since == (1 if least_gain else 0)
+    assert Best.from_json({"step": 2, "loss": 0.5, "since": 1, "last": 4}).reference == 0.5
+
+
 def test_slices_evaluate_to_the_same_losses(store, valid, tmp_path):
     still = {"model__settings": {**LLAMA, "attention_dropout": 0.0}, "run__steps": 2}
     packs, slices = Notes(), Notes()

@@ -250,6 +250,89 @@ def test_a_template_that_is_named_is_saved(tmp_path, model):
     assert AutoTokenizer.from_pretrained(str(tmp_path / "run" / "model")).chat_template == template
 
 
+ASKED = [{"role": "user", "content": "what is 12?"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "hello"}]
+
+
+def write_chats(path: Path) -> Path:
+    path.write_text((json.dumps({"messages": ANSWERED}) + "\n") * 40)
+    return path
+
+
+def with_end() -> Any:
+    made = split_bpe()
+    made.add_special_tokens(["<end>"])
+    return made
+
+
+@pytest.mark.parametrize("way", ["store", "documents", "streaming", "prompts"])
+def test_a_model_of_a_tokenizer_without_a_template_can_be_chatted_with(tmp_path, way, caplog):
+    folder = write_tokenizer(write_model(tmp_path / "tiny"), chat_template=None)
+    source = write_chats(tmp_path / "chats.jsonl")
+    if way == "store":
+        index_source(open_source(source, folder), tmp_path / "store")
+        source = tmp_path / "store"
+    if way == "prompts":
+        source.write_text((json.dumps({"prompt": ASKED, "completion": ANSWERED[1:]}) + "\n") * 40)
+    changes = {"data__cache": str(tmp_path / "cache")} | (
+        {"data__mode": "streaming"} if way == "streaming" else {}
+    )
+
+    with caplog.at_level(logging.WARNING):
+        trained(source, tmp_path / "run", folder, **changes, eval__sets={"same": str(source)})
+
+    out = tmp_path / "run" / "model"
+    saved = AutoTokenizer.from_pretrained(str(out))
+    text = saved.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user\nwhat is 12?<|im_end|>\n<|im_start|>assistant\n"
+    assert saved.apply_chat_template(ANSWERED, tokenize=False) == f"{text}hello<|im_end|>\n"
+    ends = AutoModelForCausalLM.from_pretrained(str(out)).generation_config.eos_token_id
+    assert ends == [2, saved.eos_token_id, saved.convert_tokens_to_ids("<|im_end|>")]
+    assert same_ids(out, folder)
+    assert caplog.text.count("has no chat template") == (way != "store")
+    assert "data.chat_template" in caplog.text or way == "store"
+    assert "stop_strings" not in caplog.text
+
+
+def test_a_turn_that_no_single_token_ends_is_told_with_what_follows(tmp_path, caplog):
+    folder = write_tokenizer(write_model(tmp_path / "plain"), byte_bpe, chat_template=None)
+    chats = write_chats(tmp_path / "chats.jsonl")
+
+    with caplog.at_level(logging.WARNING):
+        trained(chats, tmp_path / "run", folder, data__mode="streaming")
+
+    out = tmp_path / "run" / "model"
+    length = len(AutoTokenizer.from_pretrained(str(out))("<|im_end|>", add_special_tokens=False)["input_ids"])
+    assert f"<|im_end|>, the end of a turn, is {length} tokens of this tokenizer" in caplog.text
+    assert 'pass stop_strings="<|im_end|>"' in caplog.text
+    assert "<|im_start|>" in AutoTokenizer.from_pretrained(str(out)).chat_template
+
+
+def test_texts_add_no_chat_template_and_no_end(texts, tmp_path):
+    folder = write_tokenizer(write_model(tmp_path / "tiny"), chat_template=None)
+
+    trained(texts, tmp_path / "run", folder, data__mode="streaming")
+
+    out = tmp_path / "run" / "model"
+    assert AutoTokenizer.from_pretrained(str(out)).chat_template is None
+    assert AutoModelForCausalLM.from_pretrained(str(out)).generation_config.eos_token_id == 2
+
+
+def test_the_end_of_the_models_own_template_ends_generation(tmp_path):
+    ours = "{% for m in messages %}{{ m.role + ': ' + m.content + '<end>' }}{% endfor %}"
+    folder = write_tokenizer(write_model(tmp_path / "tiny"), with_end, chat_template=ours)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "temperature": 0.5}))
+
+    trained(write_chats(tmp_path / "chats.jsonl"), tmp_path / "run", folder, data__mode="streaming")
+
+    out = tmp_path / "run" / "model"
+    made = AutoTokenizer.from_pretrained(str(out))
+    held = json.loads((out / "generation_config.json").read_bytes())
+    assert (made.chat_template, held["temperature"]) == (ours, 0.5)
+    ends = {1, made.eos_token_id, made.convert_tokens_to_ids("<end>")}
+    assert set(held["eos_token_id"]) == ends
+
+
 def test_a_run_goes_on_with_its_tokenizer_and_with_no_other(texts, model, tmp_path):
     given = {"data__mode": "streaming", "run__checkpoint_every": 1}
     trained(texts, tmp_path / "run", model, **given)

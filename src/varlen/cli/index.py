@@ -79,5 +79,5 @@ def _print_summary(manifest: dict[str, Any], folder: Path, *, was_there: bool) -
         print(f"  {were}listed in skipped.log of each shard")
     for sentence in losses.texts():
         print(f"  {sentence}")
-    print(f"To pack it:      varlen pack {folder} -o packed --capacity 8192")
-    print("To train on it:  varlen train --init config.toml")
+    print(f'To train on it:  varlen train --init config.toml, with data.source = "{folder}"')
+    print(f"For other trainers, packed files:  varlen pack {folder} -o packed --capacity 8192")

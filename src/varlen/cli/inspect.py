@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 measuring_option = option_in("Measuring")
 _SHOWN_SKIPS = 5
+_SHOWN_LINES, _WIDTH = 40, 78
 _EXCERPTS = 20_000
 """Documents that a report may show the beginning of; to make text of more would take longer than the rest."""
 
@@ -32,6 +35,14 @@ def inspect_data(
             help=f"Tokens of a pack: {TOKENS}; repeatable.  [dim]\\[default: some that suit the data][/]",
         ),
     ] = None,
+    show: Annotated[
+        int,
+        measuring_option(
+            metavar="N",
+            min=0,
+            help="Print the first N documents as text, [bold]>[/] before what is trained, and stop.",
+        ),
+    ] = 0,
     batch_documents: Annotated[int, measuring_option(metavar="N", help="Documents of a padded batch.")] = 8,
     output: Report = None,
     as_json: FiguresAsJson = False,
@@ -50,6 +61,9 @@ def inspect_data(
     from varlen.report.inspection import inspect_lengths
     from varlen.report.page import check_writable, write_page
 
+    if show:
+        _print_documents(data, show, reading)
+        return
     capacities = [as_tokens(words, "--capacity") for words in capacity or []]
     if output is not None:
         check_writable(output)
@@ -82,6 +96,42 @@ def inspect_data(
         _print_table(inspection, output, were_named=bool(capacity))
     if found.unread is not None:
         print(f"varlen: {found.unread}", file=sys.stderr)
+
+
+def _print_documents(data: Sequence[str], count: int, reading: dict[str, Any]) -> None:
+    """Print the first documents as a model is given them, with a mark at each line that is trained."""
+    import numpy as np
+
+    from varlen.cli.options import as_documents
+    from varlen.text.tokenizer import with_marks
+
+    source = as_documents(data, **reading)
+    tokenizer, number = source.encoding.tokenizer, 0
+    for documents in (some for part in source.parts() for some in source.read(part)):
+        _print_lost(documents.losses, [str(fault) for fault in documents.faults])
+        for start, stop in pairwise(documents.offsets.tolist()):
+            if number == count:
+                return
+            number += 1
+            ids, mask = documents.tokens[start:stop], documents.loss_mask
+            is_trained = np.ones(len(ids), bool) if mask is None else mask[start:stop] != 0
+            print(f"document {number:,}: {many(len(ids), 'token')}, {is_trained.sum():,} of them trained")
+            cuts = [0, *(np.flatnonzero(np.diff(is_trained)) + 1).tolist(), len(ids)]
+            runs = [
+                (is_trained[a], with_marks(tokenizer, ids[a:b].tolist())) for a, b in pairwise(cuts) if a < b
+            ]
+            print("\n".join(_lines_of(runs)))
+
+
+def _lines_of(runs: Sequence[tuple[bool, str]]) -> list[str]:
+    """Return runs of text as lines of 80 columns, each run on its own, those that are trained marked."""
+    lines = []
+    for is_trained, text in runs:
+        for line in text.removeprefix("\n").splitlines():  # the line ends between two runs anyhow
+            parts = textwrap.wrap(line, _WIDTH, drop_whitespace=False, break_on_hyphens=False) or [""]
+            lines += [f"{'>' if is_trained else ' '} {part}".rstrip() for part in parts]
+    left = len(lines) - _SHOWN_LINES
+    return lines if left <= 1 else [*lines[:_SHOWN_LINES], f"  ... {left:,} more lines"]
 
 
 def _print_table(inspection: Any, output: Path | None, *, were_named: bool) -> None:

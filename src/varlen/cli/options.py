@@ -41,7 +41,9 @@ Data = Annotated[
 ]
 Tokenizer = Annotated[
     str,
-    documents_option(help="A tokenizer.json, a folder that holds one, or [bold]bytes[/], the built-in one."),
+    documents_option(
+        help="A tokenizer.json, a folder that holds one, a name on the hub, or [bold]bytes[/], the built-in one."
+    ),
 ]
 Column = Annotated[
     list[str] | None,

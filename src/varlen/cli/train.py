@@ -23,6 +23,7 @@ from varlen.train.callbacks import Callback, RunOverview, Totals, TrainSummary
 if TYPE_CHECKING:
     from varlen.train.evaluate import Evaluation, LengthLoss
     from varlen.train.metrics import StepMetrics
+    from varlen.train.settings import TrainSettings
 
 _NO_BREAK = "\u00a0"
 _ENDS = {"data": "the data ended", "patience": "the loss of evaluations fell no more, and training ended"}
@@ -122,7 +123,7 @@ def train(
     if as_json:
         print_json(summary.to_json())
     else:
-        _print_summary(summary)
+        _print_summary(summary, settings)
 
 
 def check_asked(config: Path | None, init: Path | None, changes: list[str]) -> None:
@@ -133,11 +134,12 @@ def check_asked(config: Path | None, init: Path | None, changes: list[str]) -> N
         raise SettingError("name a configuration; varlen train --init config.toml writes an example")
 
 
-def _print_summary(summary: TrainSummary) -> None:
+def _print_summary(summary: TrainSummary, settings: TrainSettings) -> None:
     """Print steps, tokens, speed and waiting time of a finished run, and where its results are."""
     totals, overview = summary.totals, summary.overview
+    to_go_on = _to_go_on(summary, settings)
     if totals.steps == 0:
-        print(f"{summary.checkpoint} was finished already, {summary.steps:,} steps; {_to_go_on(summary)}")
+        print(f"{summary.checkpoint} was finished already, {summary.steps:,} steps; {to_go_on}")
     else:
         since = f", {totals.steps:,} of them now" if overview.resumed_from else ""
         print(
@@ -152,7 +154,7 @@ def _print_summary(summary: TrainSummary) -> None:
             print(f"  {_plan_words(totals)}")
         if overview.steps is not None and summary.steps < overview.steps:
             ended = f"{_ENDS[summary.ended_by]} at step {summary.steps:,} of {overview.steps:,}"
-            print(f"  {ended}; {_to_go_on(summary)}")
+            print(f"  {ended}; {to_go_on}")
     if summary.best is not None:
         print(
             f"  the lowest loss of an evaluation: {summary.best.loss:.4f}, after step {summary.best.step:,}"
@@ -177,13 +179,12 @@ def _plan_words(totals: Totals) -> str:
     )
 
 
-def _to_go_on(summary: TrainSummary) -> str:
-    """Return which setting to raise so that the run continues."""
+def _to_go_on(summary: TrainSummary, settings: TrainSettings) -> str:
+    """Return which setting to raise so that the run continues: the one that ended it."""
     if summary.ended_by == "patience":
         return "raise eval.patience to go on"
-    steps = summary.overview.steps
-    is_short = steps is None or summary.steps < steps
-    return f"raise run.{'epochs' if is_short else 'steps'} to go on"
+    steps = settings.run.steps
+    return f"raise run.{'epochs' if steps is None or summary.steps < steps else 'steps'} to go on"
 
 
 # What a run shows on standard error: a live line on a terminal, a line every few steps in a log.

@@ -73,7 +73,7 @@ def encode(raw: Raw, source: Source, wanted: IntArray | None = None) -> Read:
         else:
             documents = encode_rows(rows, raw.columns, source.encoding)
         if documents.faults and source.on_error == "raise":
-            raise documents.faults[0].raised()
+            raise documents.faults[0].raised(may_skip=True)
         of = known if documents.rows is None else known[documents.rows]
         # A row of token ids may be several documents, and encoding all of them is cheap.
         records.append(before + (np.arange(len(documents)) if is_ready else of))

@@ -19,8 +19,9 @@ from varlen.files.formats.reader import columns_of, cut_points, rows_of
 from varlen.files.formats.text import Cut
 from varlen.files.paths import Data, File, Format, LeftOut, unread
 from varlen.files.retry import USUAL, Retry
+from varlen.files.rows import as_list
 from varlen.files.written import read_manifest, split_documents
-from varlen.text.chat_template import CHATML, template_text
+from varlen.text.chat_template import CHATML, end_of_turn, template_text
 from varlen.text.chat_template import chat_template as make_template
 from varlen.text.identity import TokenizerMark, check_same, made_by, mark_of
 from varlen.text.load_tokenizer import load_tokenizer
@@ -54,6 +55,8 @@ class Source:
     taken: tuple[str, ...] = field(default=(), compare=False)  # splits chosen from folders with several
     on_error: OnError = "raise"
     text_cut: Cut = "file"  # what a document is in text files
+    # By name, what renders chats at inference.
+    templates: Mapping[str, str] = field(default_factory=dict, compare=False)
     packed_by: TokenizerMark | None = None  # the tokenizer in the manifests of packed sets among the files
     fingerprint: str = field(default="", compare=False)  # of everything but the files' contents
 
@@ -114,12 +117,34 @@ class Source:
         tokenizer = self.encoding.tokenizer
         if self.encoding.template.source is not CHATML or isinstance(tokenizer, ByteTokenizer):
             return None
-        if not any(columns.kind in ("messages", "instruction") for columns in self._first_columns()):
+        if not self.holds_chats():
             return None
+        mark, ids = end_of_turn(self.encoding.template, tokenizer)
+        several = (
+            f". {mark}, the end of a turn, is {len(ids)} tokens of this tokenizer, so generation doesn't stop at it "
+            f'by itself: pass stop_strings="{mark}" to it'
+        )
         return (
             f"the tokenizer {tokenizer.name} has no chat template, so chats are written as ChatML; name the model's "
-            "own by --chat-template (chat_template=)"
+            "own by chat_template (--chat-template FILE; in varlen train: data.chat_template)"
+            f"{several if len(ids) > 1 else ''}"
         )
+
+    def holds_chats(self) -> bool:
+        """Whether one of the first files holds conversations, which the chat template renders."""
+        return any(self._has_chat(file) for file in self.files[:_LOOKED_AT])
+
+    def _has_chat(self, file: File) -> bool:
+        """Whether a file's first row is a conversation, except of a file that can't be read."""
+        try:
+            columns = columns_of(file, self.encoding.columns)
+            if columns is None or columns.kind != "prompt":
+                return columns is not None and columns.kind in ("messages", "instruction")
+            rows, _ = next(rows_of(file, self.encoding.columns, self.text_cut))
+        except SourceError:
+            return False
+        prompts = as_list(rows.columns[columns.names["prompt"]]) if len(rows) else []
+        return bool(prompts) and (not isinstance(prompts[0], str) or prompts[0].startswith("[{"))
 
     def made_by(self) -> TokenizerMark | None:
         """Return the tokenizer that makes the tokens, or made those that exist; None if unknown."""
@@ -158,7 +183,7 @@ class Source:
             else:
                 documents = encode_rows(rows, columns, self.encoding)
             if documents.faults and self.on_error == "raise":
-                raise documents.faults[0].raised()
+                raise documents.faults[0].raised(may_skip=True)
             yield documents
 
 
@@ -240,8 +265,9 @@ def open_source(
     _refuse_cut_rows(files)
     made = load_tokenizer(tokenizer, eos=reading.eos)
     specials = made.specials
+    named_templates = _templates(reading.chat_template, specials.chat_templates)
     template = make_template(
-        _templates(reading.chat_template, specials.chat_templates),
+        named_templates,
         special_tokens=specials.texts,
         end_marks=specials.end_marks,
         variables=reading.chat_template_kwargs,
@@ -276,6 +302,7 @@ def open_source(
         taken=resolved.taken,
         on_error=reading.on_error,
         text_cut=cut,
+        templates=specials.chat_templates if reading.chat_template == TWIN else named_templates,
         packed_by=packed_by,
         fingerprint=digest(repr(settings)),
     )
@@ -317,11 +344,11 @@ def _packed_by(files: Sequence[File], given: Tokenizer | None) -> TokenizerMark 
     return None if earlier is None else earlier[1]
 
 
-def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> str | Mapping[str, str]:
-    """Return the chosen chat template, or those of the tokenizer by name."""
+def _templates(chosen: str | Path | None, own: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the chosen chat template, those of the tokenizer, or ChatML, by name."""
     if chosen is None:
-        return own
-    return training_twin(own.get("default")) if chosen == TWIN else template_text(chosen)
+        return own or {"default": CHATML}
+    return {"default": training_twin(own.get("default")) if chosen == TWIN else template_text(chosen)}
 
 
 # A mixture: several sources of documents, and their shares.

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -489,8 +490,15 @@ def source_of(data: Data, tokenizer: Any, settings: LoaderSettings) -> Source:
     """Open documents to tokenize, and report which files are read."""
     source = open_source(data, tokenizer, **settings.reading)
     _log_note(source.unread(), settings)
-    _log_note(source.template_note(), settings)
+    if (note := source.template_note()) is not None:
+        _log_once(note, is_first=settings.ranks[0] == 0)
     return source
+
+
+@lru_cache(maxsize=64)
+def _log_once(note: str, *, is_first: bool) -> None:
+    """Log a sentence on a tokenizer: a run reads several sets with one."""
+    _log.log(logging.WARNING if is_first else logging.DEBUG, "%s", note)
 
 
 def _log_note(note: str | None, settings: LoaderSettings) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from varlen.errors import SourceError
 from varlen.files.losses import Losses, total
 from varlen.files.token_tables import flat_values
+from varlen.parsed import json_fault
 
 Column = Any  # values of one column, one per row: a list of Python values or an Arrow array
 
@@ -19,6 +20,9 @@ MOST_LISTED = 12  # column names that a sentence lists
 READ_AS_TEXT = "where they are UTF-8, read them so: --binary-as-text (binary_as_text=True)"
 
 _RECORD = Losses(records=1)
+
+
+_SKIPPED = 'on_error="skip" (--on-error skip) leaves such records out and counts them'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +39,11 @@ class Fault:
     def __str__(self) -> str:
         return f"{self.where} {self.why}"
 
-    def raised(self) -> SourceError:
-        """Return the error to raise where nothing may be skipped."""
-        return SourceError(self.raises or str(self))
+    def raised(self, *, may_skip: bool = False) -> SourceError:
+        """Return the error to raise where nothing is skipped, though it may be by `on_error`."""
+        said = self.raises or str(self)
+        is_one = may_skip and self.number and not self.is_outside and "on_error" not in said
+        return SourceError(f"{said}; {_SKIPPED}" if is_one else said)
 
     @property
     def covers(self) -> int:
@@ -270,7 +276,7 @@ def _from_json(text: Any) -> Any:
         return _Decoded(json.loads(text))
     except json.JSONDecodeError as error:
         raise _UnreadableError(
-            f"text that is not valid JSON ({error.msg} at position {error.pos:,}), in a column of JSON"
+            f"text that is not valid JSON ({json_fault(error)} at position {error.pos:,}), in a column of JSON"
         ) from None
     except (ValueError, RecursionError, TypeError):
         raise _UnreadableError(

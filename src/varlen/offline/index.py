@@ -38,7 +38,15 @@ from varlen.offline.outputs import (
 )
 from varlen.regular import read_regular
 from varlen.store.shard import Shard, ShardWriter
-from varlen.store.store import ROW_WEIGHTS, STORE_FORMAT, STORE_FORMATS, TokenStore, format_of, open_store
+from varlen.store.store import (
+    ROW_WEIGHTS,
+    STORE_FORMAT,
+    STORE_FORMATS,
+    TEMPLATES,
+    TokenStore,
+    format_of,
+    open_store,
+)
 from varlen.text.identity import made_by, mark_in
 from varlen.text.tokenizer import ByteTokenizer, digest
 from varlen.workers.processors import processors
@@ -136,6 +144,7 @@ def _built(
     """Return the store; None if another run changed it before this one had its lock."""
     existing = seen = read_manifest(folder)
     source, marks = in_stored_order(source, marks, existing)
+    templates = source.templates if source.holds_chats() else {}
     grown = stages_before(existing, marks)
     store_fingerprint = fingerprint_of_marks(marks, grown)
     if existing is not None and existing.get("fingerprint") == store_fingerprint:
@@ -168,6 +177,7 @@ def _built(
             "format": format_of(all_shards),
             "fingerprint": store_fingerprint,
             "source": marks,
+            **({TEMPLATES: dict(templates)} if templates else {}),
             "num_parts": num_parts,
             "num_documents": sum(shard["num_documents"] for shard in all_shards),
             "num_tokens": sum(shard["num_tokens"] for shard in all_shards),

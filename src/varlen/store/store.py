@@ -35,6 +35,7 @@ from varlen.types import Int32Array, IntArray
 STORE_FORMAT, WEIGHTED_FORMAT = 1, 2  # version 0.1.0 would ignore the weights of the second
 STORE_FORMATS = (STORE_FORMAT, WEIGHTED_FORMAT)
 ROW_WEIGHTS = "row_weights"  # key of a source's marks, set if it is read with weights
+TEMPLATES = "chat_templates"  # key of a manifest: what rendered its chats, by name; left out without chats
 TABLES = ".tables"  # folder in a store for tables computed from its lengths
 _OPEN_SHARDS = 8192
 _KEPT_TARGETS = 64  # shards whose label counts stay in memory: 4 bytes per document

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from varlen.errors import SettingError, SourceError
+from varlen.errors import SettingError, SourceError, VarlenError
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.rows import READ_AS_TEXT
 from varlen.regular import read_regular_text
@@ -27,6 +27,7 @@ from varlen.text.skeleton import EndMarks
 if TYPE_CHECKING:
     from varlen.text.jinja_sandbox import Program
     from varlen.text.skeleton import Skeleton
+    from varlen.text.tokenizer import Tokenizer
     from varlen.text.wants import Wants
 
 _OWN = ("messages", "tools", "documents", "add_generation_prompt")  # variables of the chat itself
@@ -105,6 +106,13 @@ class ChatTemplate:
             return rendering.rendered(first, trained, choice)
         made = rendering.rendered(first, trained, replace(choice, everything=False))
         return replace(made, off=between(made.spans, len(made.text)))
+
+    def prompt(self, messages: Any) -> str:
+        """Render a conversation up to where the assistant's answer begins."""
+        from varlen.text.rendering import Rendering
+
+        chat = as_chat(messages)
+        return Rendering(self, chat, None, self.variables).render(chat.messages, True)
 
     def twin(self) -> ChatTemplate | None:
         """Return TRL's training twin of the template, or None."""
@@ -259,6 +267,20 @@ def _are_others_off(chat: Chat) -> bool:
             '(supervise="assistant" does), or none'
         )
     return False
+
+
+def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """Return what a template writes at the end of an assistant's turn, and its ids.
+
+    Nothing where the template writes no mark, or one that doesn't depend on the turn alone: then the EOS ends it.
+    """
+    answer = "answer"
+    try:
+        made = template.render([{"role": "user", "content": "."}, {"role": "assistant", "content": answer}])
+    except VarlenError:
+        return "", []
+    mark = "" if made.needs_eos else made.text[slice(*made.spans[-1])].rpartition(answer)[2].strip()
+    return mark, tokenizer.encode([mark], is_chat=True)[0].tolist() if mark else []
 
 
 def template_text(template: str | Path) -> str:

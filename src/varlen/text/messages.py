@@ -29,6 +29,7 @@ import numpy as np
 
 from varlen.errors import SourceError
 from varlen.files.rows import READ_AS_TEXT, NotJson
+from varlen.parsed import json_fault
 from varlen.text.loss_masks import ALLOWED, OPTION
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -266,10 +267,11 @@ def _check_content(message: dict[str, Any], number: int) -> None:
     content, role = message.get("content"), message["role"]
     if content is None:
         if role != "assistant" or not (message.get("tool_calls") or message.get("reasoning_content")):
-            seen = ", ".join(f"`{key}`" for key in list(message)[:12] if key != "content")
+            seen = ", ".join(f"`{key}`" for key in list(message)[:12])
+            lacks = "null as its content" if "content" in message else "no content"
             raise SourceError(
-                f"message {number} ({role}) has no content; only an assistant's message with tool_calls may have "
-                f"none; found the keys {seen}"
+                f"message {number} ({role}) has {lacks}; only an assistant's message with tool_calls may have none; "
+                f"found the keys {seen}"
             )
     elif not isinstance(content, str | list):
         raise SourceError(
@@ -558,7 +560,7 @@ def from_json(text: str, what: str, wrong: str = "") -> Any:
     except json.JSONDecodeError as error:
         shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
         wrong = wrong or f"{what} is text, but not valid JSON"
-        raise SourceError(f"{wrong} ({error.msg} at position {error.pos:,}): {shown!r}") from error
+        raise SourceError(f"{wrong} ({json_fault(error)} at position {error.pos:,}): {shown!r}") from error
     except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deeply
         raise SourceError(f"the JSON text of {what} can't be read: {error}") from error
 

@@ -112,6 +112,14 @@ class ByteTokenizer:
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", "replace")
 
 
+def with_marks(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the approximate text of ids, with the marks of the built-in tokenizer too."""
+    if not isinstance(tokenizer, ByteTokenizer):
+        return tokenizer.decode(ids)
+    spelled = {id_: mark for mark, id_ in _BYTE_MARKS.items()}
+    return b"".join(spelled.get(id_, bytes([id_ % 256])) for id_ in ids).decode("utf-8", "replace")
+
+
 def _marked(piece: bytes) -> Int32Array:
     """Return the ids of a text with its marks recognized."""
     parts = [

@@ -222,8 +222,11 @@ global_batch_size = 8        # packs of an optimizer step, over all processes
 micro_batch_size = 2         # packs that a process computes at once; more are accumulated
 overlong = "split"           # documents longer than a pack: OVERLONG
 
-[model]
-type = "llama"               # transformers' name; or: path = "a saved model's folder, or org/name"
+# [model]                    # of a saved model, in place of the two tables below
+# path = "org/name"          # on the hub, or a folder
+
+[model]                      # of random weights
+type = "llama"               # transformers' name
 
 [model.settings]             # transformers' settings of that type; vocab_size is the data's unless it stands here
 hidden_size = 128
@@ -257,6 +260,23 @@ parallel = "fsdp"            # how processes share the work: "ddp", "fsdp" or "n
 # method = "micropack"       # how steps are planned for them; see varlen plan
 # recompute = "auto"         # "none", "selective" or "full"; "auto": as much as memory asks for
 # hardware = "auto"          # "h100", ..., or a file of varlen plan --calibrate; "auto": what this machine measures
+
+# [eval]                     # losses of documents that aren't trained
+# every = 50                 # steps
+# keep_best = true           # export the checkpoint of the lowest loss
+# patience = 5               # early stopping: after so many evaluations without a lower loss
+# [eval.sets]
+# valid = "valid.jsonl"
+
+# [adapter]                  # train a LoRA adapter of a saved model (needs peft)
+# rank = 16
+# export = "merged"          # or "adapter", as peft saves it
+
+# [sample]                   # texts that the model writes in between
+# chats = ["What is 2 + 2?"] # answered as a chat; prompts = [...]: continued as they stand
+
+# [track]                    # beside metrics.jsonl
+# to = ["tensorboard"]       # "wandb", "mlflow"
 
 [log]
 every = 10                   # steps between two lines where there is no terminal to draw on

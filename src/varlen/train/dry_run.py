@@ -40,8 +40,9 @@ from varlen.train.plans import (
     with_wide_rows,
     words_of,
 )
+from varlen.train.samples import Sampler
 from varlen.train.settings import TrainSettings
-from varlen.train.tokens import run_tokenizer
+from varlen.train.tokens import run_tokenizer, templates_of
 from varlen.train.trackers import check_trackers
 
 _MARGIN = 0.92  # of memory; the rest is the allocator's and the driver's
@@ -192,6 +193,8 @@ def forecast(
         raise SettingError("no document to train on; name other data as data.source")
     if settings.eval is not None:
         _check_sets(read, config, tokenizer, ranks)
+    if settings.sample is not None:
+        Sampler(settings, tokenizer, templates_of(settings.data, tokenizer))
     counted = (
         sum(p.numel() for p in model.parameters()),
         sum(p.numel() for p in model.parameters() if p.requires_grad),

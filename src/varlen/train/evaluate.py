@@ -63,7 +63,7 @@ class Evaluation:
     loss: float
     """That decides what is best."""
     is_best: bool
-    """Whether no evaluation before had a loss as low, by `least_gain`."""
+    """Whether no evaluation before had a loss as low."""
     sets: Mapping[str, SetLoss]
     seconds: float
 
@@ -81,18 +81,21 @@ class Best:
     """Of the lowest loss; -1 before the first evaluation."""
     loss: float = math.inf
     since: int = 0
-    """Evaluations after it."""
+    """Evaluations since the loss fell by more than `least_gain`, for patience."""
     last: int = -1
     """Step of the last evaluation; -1 before the first."""
+    reference: float = math.inf
+    """The loss that the next one must be lower than, by more than `least_gain`, for patience."""
 
     def after(self, step: int, loss: float, least_gain: float) -> Best:
         """Return what is best after another evaluation."""
-        if loss < self.loss - (least_gain if self.loss < math.inf else 0.0):
-            return Best(step=step, loss=loss, last=step)
-        return replace(self, since=self.since + 1, last=step)
+        best = replace(self, step=step, loss=loss) if loss < self.loss else self
+        if loss < self.reference - (least_gain if self.reference < math.inf else 0.0):
+            return replace(best, since=0, last=step, reference=loss)
+        return replace(best, since=self.since + 1, last=step)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for a manifest; a loss of inf is left out."""
+        """Return it for a manifest; losses of inf are left out."""
         return {name: value for name, value in asdict(self).items() if value != math.inf}
 
     @classmethod
@@ -102,7 +105,9 @@ class Best:
             return cls()
         try:
             loss = float(found.get("loss", math.inf))
-            return cls(loss=loss, **{name: int(found[name]) for name in ("step", "since", "last")})
+            reference = float(found.get("reference", loss))  # older manifests have one loss for both
+            numbers = {name: int(found[name]) for name in ("step", "since", "last")}
+            return cls(loss=loss, reference=reference, **numbers)
         except (TypeError, KeyError, ValueError, AttributeError):
             raise StateError(f"a checkpoint's `evaluations` are {found!r:.60}, which no run wrote") from None
 

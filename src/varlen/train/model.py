@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
@@ -219,19 +219,36 @@ def embedding_names(model: Any) -> set[str]:
     return {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in ids}
 
 
-def copy_generation(settings: ModelSettings, folder: Path) -> None:
-    """Copy a model's generation settings, such as stop tokens, beside the trained model."""
-    if settings.path is None:
-        return
+def write_generation(settings: ModelSettings, folder: Path, stop_ids: Sequence[int]) -> None:
+    """Write the generation settings beside a trained model: those of its origin, and where a chat's turn ends.
+
+    Args:
+        settings: of the model.
+        folder: of the trained model, as transformers saved it.
+        stop_ids: of the tokens that end a text or a turn; () to leave them as they are.
+    """
+    path = folder / "generation_config.json"
+    if settings.path is not None:
+        _copy_generation(settings, path)
+    held: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+    ids = held.get("eos_token_id") if settings.path is not None else None  # random weights have a default's
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not set(stop_ids) <= set(ids):
+        ends = list(dict.fromkeys([*ids, *stop_ids]))
+        path.write_text(json.dumps({**held, "eos_token_id": ends}, indent=2), encoding="utf-8")
+
+
+def _copy_generation(settings: ModelSettings, path: Path) -> None:
+    """Copy a model's generation settings, such as stop tokens."""
+    assert settings.path is not None, "it is a saved model"
     source, is_here = _source(settings.path)
-    name = "generation_config.json"
     # A run of days doesn't fail at its end because the hub can't be reached.
     lenient: dict[str, Any] = {
         f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")
     }
-    stored = cached_file(source, name, local_files_only=is_here, **lenient)
+    stored = cached_file(source, path.name, local_files_only=is_here, **lenient)
     if stored is not None:
-        shutil.copyfile(stored, folder / name)
+        shutil.copyfile(stored, path)
 
 
 def described(config: Any) -> Mapping[str, Any]:

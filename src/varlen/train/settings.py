@@ -383,9 +383,9 @@ class EvalSettings:
     keep_best: bool = False
     """Keep the checkpoint of the lowest loss beside the newest ones, and export its weights as the trained model."""
     patience: int | None = None
-    """Stop after so many evaluations in a row without a lower loss; left out: never."""
+    """Early stopping: end the run after so many evaluations in a row without a lower loss; left out: never."""
     least_gain: float = 0.0
-    """A loss counts as lower only if it is so by more than this."""
+    """Of `patience`: a loss counts as lower only if it is so by more than this."""
 
     def __post_init__(self) -> None:
         _check_range("eval.every", self.every, 0)
@@ -440,10 +440,15 @@ class AdapterSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSettings:
-    """`[sample]`: texts that the model writes after prompts, to look at while it is trained."""
+    """`[sample]`: texts that the model writes after prompts, to look at while it is trained.
 
-    prompts: tuple[str, ...]
-    """What the texts begin with."""
+    It needs `prompts`, `chats`, or both.
+    """
+
+    prompts: tuple[str, ...] = ()
+    """What texts begin with, as they stand: nothing is put around them."""
+    chats: tuple[str, ...] = ()
+    """What a user says to a model trained on chats: the chat template is put around it, and the model answers."""
     every: int = 500
     """Steps between texts; the last step has some too. 0: only that."""
     tokens: int = 64
@@ -455,8 +460,10 @@ class SampleSettings:
         _check_range("sample.every", self.every, 0)
         _check_range("sample.tokens", self.tokens, 1)
         _check_range("sample.temperature", self.temperature, 0)
-        if not all(self.prompts) or not self.prompts:
-            raise SettingError("sample.prompts must hold texts, and no empty one; or leave [sample] out")
+        if not all((*self.prompts, *self.chats)) or not (self.prompts or self.chats):
+            raise SettingError(
+                "sample.prompts or sample.chats must hold texts, and no empty one; or leave [sample] out"
+            )
 
 
 Tracking = Literal["tensorboard", "wandb", "mlflow"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 from varlen.documents.source import Mixture, open_source
 from varlen.errors import SettingError, VarlenError
 from varlen.store.open import open_tokens
+from varlen.store.store import TEMPLATES
 from varlen.store.tokens import TokenDocuments
-from varlen.text.chat_template import template_text
+from varlen.text.chat_template import ChatTemplate, chat_template, end_of_turn
 from varlen.text.identity import TokenizerMark, check_same, made_by, mark_of
 from varlen.text.load_tokenizer import holds_tokenizer, load_tokenizer, tokenizer_files
-from varlen.text.rendering import TWIN
 from varlen.text.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
 from varlen.train.settings import DataSettings, ModelSettings
 
@@ -164,6 +164,50 @@ def _unlike(made: Tokenizer, path: str) -> tuple[str, ...]:
     return (f"the model's own tokenizer, {own.words}, isn't used: data.tokenizer is {mark_of(made).words}",)
 
 
+def templates_of(data: DataSettings, tokenizer: RunTokenizer) -> Mapping[str, str]:
+    """Return the chat templates, by name, that rendered the chats of a run's data; {} if it holds none."""
+    made = ByteTokenizer() if tokenizer.is_of_bytes else tokenizer.made
+    if made is None:
+        return {}
+    for each in [part["source"] for part in data.mixture.values()] or [data.source]:
+        if (tokens := tokenizer.tokens or _tokens_of(each, data)) is not None:
+            found = getattr(tokens, "manifest", {}).get(TEMPLATES)
+            if isinstance(found, Mapping) and all(isinstance(text, str) for text in found.values()):
+                return {str(name): text for name, text in found.items()}
+            continue
+        source = open_source(
+            _listed(each),
+            made,
+            columns=data.columns,
+            chat_template=data.chat_template,
+            on_error=data.on_error or "raise",
+            split=data.split,
+            format=data.format,
+        )
+        if source.holds_chats():
+            return source.templates
+    return {}
+
+
+def template_of(
+    templates: Mapping[str, str], data: DataSettings, tokenizer: RunTokenizer
+) -> ChatTemplate | None:
+    """Return chat templates by name as one that renders; None for none."""
+    specials = (tokenizer.made or ByteTokenizer()).specials
+    tokens: dict[str, Any] = {"special_tokens": specials.texts, "end_marks": specials.end_marks}
+    return chat_template(templates, **tokens, variables=data.chat_template_kwargs) if templates else None
+
+
+def stop_ids(templates: Mapping[str, str], data: DataSettings, tokenizer: RunTokenizer) -> tuple[int, ...]:
+    """Return the ids at which generation ends: the EOS, and a turn's end if it is one token; () without chats."""
+    template, made = template_of(templates, data, tokenizer), tokenizer.made or ByteTokenizer()
+    if template is None:
+        return ()
+    _, ids = end_of_turn(template, made)
+    ends = (made.specials.eos_id, *(ids if len(ids) == 1 else ()))
+    return tuple(dict.fromkeys(end for end in ends if end is not None))
+
+
 def tokenizer_of_set(name: str, data: DataSettings, tokenizer: RunTokenizer) -> RunTokenizer:
     """Return what reads another set of documents as a run's own are read.
 
@@ -208,8 +252,14 @@ def _listed(source: str | Sequence[str]) -> str | list[str]:
     return source if isinstance(source, str) else list(source)
 
 
-def write_tokenizer(tokenizer: RunTokenizer, chat_template: str | None, folder: Path) -> None:
-    """Write a run's tokenizer beside its model, so that `AutoTokenizer` gives the ids of training."""
+def write_tokenizer(tokenizer: RunTokenizer, templates: Mapping[str, str], folder: Path) -> None:
+    """Write a run's tokenizer beside its model, so that `AutoTokenizer` gives the ids of training.
+
+    Args:
+        tokenizer: of the run.
+        templates: by name, that rendered the chats of its data; {} for data without.
+        folder: of the model.
+    """
     made, origin = tokenizer.made, tokenizer.origin
     if made is None or origin is None or isinstance(made, ByteTokenizer):
         return
@@ -220,9 +270,10 @@ def write_tokenizer(tokenizer: RunTokenizer, chat_template: str | None, folder: 
             copy(path, folder / path.name)
     elif isinstance(made, FastTokenizer):
         _write_plain(made, folder)
-    if chat_template not in (None, TWIN):  # the twin is only for training
+    if templates and templates != made.specials.chat_templates:
         shutil.rmtree(folder / _TEMPLATES, ignore_errors=True)
-        (folder / _TEMPLATE).write_text(template_text(str(chat_template)), encoding="utf-8")
+        (folder / _TEMPLATE).unlink(missing_ok=True)
+        _write_templates(templates, folder)
     if _is_same(made, folder):
         return
     if isinstance(made, FastTokenizer):  # with this model's configuration, the copied files give other ids
@@ -254,8 +305,12 @@ def _write_plain(made: FastTokenizer, folder: Path) -> None:
     if made.backend.encode_special_tokens:
         config["split_special_tokens"] = True
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    for name, text in made.specials.chat_templates.items():
+    if not (folder / _TEMPLATE).is_file():
+        _write_templates(made.specials.chat_templates, folder)
+
+
+def _write_templates(templates: Mapping[str, str], folder: Path) -> None:
+    for name, text in templates.items():
         path = folder / _TEMPLATE if name == "default" else folder / _TEMPLATES / f"{Path(name).name}.jinja"
-        if not (folder / _TEMPLATE).is_file() or name != "default":
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")

@@ -59,7 +59,6 @@ from varlen.train.model import (
     bare_model,
     build_model,
     checkpoint_activations,
-    copy_generation,
     described,
     embedding_names,
     export,
@@ -67,6 +66,7 @@ from varlen.train.model import (
     saved_dtype,
     tied_names,
     whole_weights,
+    write_generation,
     write_model,
 )
 from varlen.train.optimizers import learning_rate, make_optimizer
@@ -75,7 +75,7 @@ from varlen.train.plans import SliceGradients, plans_of
 from varlen.train.samples import SAMPLES, Sample, Sampler
 from varlen.train.settings import TrainSettings
 from varlen.train.step import Gradients, PackGradients, StepDone, Stepper
-from varlen.train.tokens import run_tokenizer, write_tokenizer
+from varlen.train.tokens import run_tokenizer, stop_ids, templates_of, write_tokenizer
 from varlen.train.trackers import check_trackers, trackers_of
 
 _EVALUATED = "evaluations"
@@ -159,6 +159,8 @@ class _Run:
         self._plans = plans_of(settings, self._config, ranks, callbacks.note)
         given = None if self._plans is None else self._plans.given
         self._loader = stack.enter_context(open_loader(settings, self._config, self._tokenizer, ranks, given))
+        self._templates = templates_of(settings.data, self._tokenizer)
+        self._stop_ids = stop_ids(self._templates, settings.data, self._tokenizer)
         self._done = self._saved = self._told = self._begun_at = 0
         self._changes: list[str] = []
         self._best = Best()
@@ -198,7 +200,7 @@ class _Run:
         self._sampler: Sampler | None = None
         self._samples: MetricsFile | None = None
         if settings.sample is not None:
-            self._sampler = Sampler(settings.sample, self._tokenizer, run.seed)
+            self._sampler = Sampler(settings, self._tokenizer, self._templates)
             self._samples = self._lines(SAMPLES, self._done, Sample)
 
     def _lines(self, name: str, after: int, kind: type[Any]) -> MetricsFile | None:
@@ -347,7 +349,7 @@ class _Run:
         for sample in self._sampler.write(self._done, self._stepper.model):
             if self._samples is not None:
                 self._samples.write(sample)
-            self._callbacks.note(f"after step {sample.step:,}: {sample.prompt}|{sample.text}")
+            self._callbacks.note(f"after step {sample.step:,}: {sample.words}")
 
     def _ended_by(self) -> EndedBy | None:
         """Return why no further step is trained; None to train one."""
@@ -524,8 +526,8 @@ class _Run:
                 weights = merged_weights(self._base(), weights, self._tied)
         if settings.adapter is None or settings.adapter.export == "merged":
             write_model(folder, weights, self._config, self._dtype)
-        write_tokenizer(self._tokenizer, settings.data.chat_template, folder)
-        copy_generation(settings.model, folder)
+        write_tokenizer(self._tokenizer, self._templates, folder)
+        write_generation(settings.model, folder, self._stop_ids)
 
     def _base(self) -> Any:
         """Return the model of the run before its first step, with its adapter's layers."""

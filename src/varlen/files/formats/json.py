@@ -20,6 +20,7 @@ from varlen.files.losses import Losses
 from varlen.files.opening import HEAD_BYTES, open_plain
 from varlen.files.paths import File
 from varlen.files.rows import Found, Lost, Rows, gather, location
+from varlen.parsed import json_fault
 
 _CHUNK_BYTES = 1 << 20
 _CUT_SHORT = 64  # a fault this close to the end of the buffer may be due to the text not read yet
@@ -131,7 +132,7 @@ class _Values:
                 cut_short = "Unterminated" in error.msg or error.pos >= len(self._buffer) - _CUT_SHORT
                 too_long = len(self._buffer) - self._at > MOST_RECORD_BYTES
                 if not cut_short or too_long or not self._more(wanted):
-                    why = f"longer than {MOST_RECORD_BYTES >> 20:,} MB" if too_long else error.msg
+                    why = f"longer than {MOST_RECORD_BYTES >> 20:,} MB" if too_long else json_fault(error)
                     return self._after_fault(f"is not valid JSON: {why}", error.pos)
                 wanted *= 2
             except (ValueError, RecursionError):

@@ -15,6 +15,7 @@ from varlen.files.opening import HEAD_BYTES, compression_of, faults, open_plain,
 from varlen.files.paths import File
 from varlen.files.remote import BUFFER_BYTES
 from varlen.files.rows import ROW_HASHES, Found, Rows, gather, json_kind, listed, location
+from varlen.parsed import json_fault
 
 _BLANKS = b"\xef\xbb\xbf \t\r\n"
 _LAST_LINE_BYTES = 64 << 10  # read past a stretch of a file, for the line that ends after it
@@ -156,11 +157,11 @@ def _take(line: bytes, fields: Fields) -> list[Any] | None:
 def _parse(line: bytes, is_ours: bool = False) -> dict[str, Any] | str:
     """Return a row, or why a line isn't one."""
     try:
-        row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode())
+        row = json.loads(line.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n").decode())
     except UnicodeDecodeError as error:
         return f"is not valid UTF-8 (byte {error.start:,} of the line)"
     except json.JSONDecodeError as error:
-        return f"is not valid JSON: {error.msg} at column {error.colno:,}"
+        return f"is not valid JSON: {json_fault(error)} at column {error.colno:,}"
     except (ValueError, RecursionError):
         return "can't be read: a number of too many digits, or brackets nested too deeply"
     return row if is_ours and isinstance(row, str) else as_object(row)
