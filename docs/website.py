@@ -17,6 +17,10 @@ from urllib.parse import unquote, urlsplit
 
 DOCS = Path(__file__).resolve().parent
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+_TEXT = r"\[((?:[^\[\]]|\[[^\]]*\])*)\]"
+_WITHIN = re.compile(_TEXT + r"\((#[^)\s]+)\)")
+_EMPTY = re.compile(_TEXT + r"\(\s*\)")
+_CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 _LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src"}
 
 
@@ -52,8 +56,24 @@ def _complete_markdown(folder: Path) -> None:
     shutil.copytree(DOCS / "images", folder / "images", dirs_exist_ok=True)
     for path in sorted(folder.rglob("*.md")):
         up = "../" * (len(path.relative_to(folder).parts) - 1)
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text.replace("](_downloads/", f"]({up}_downloads/"), encoding="utf-8")
+        text = path.read_text(encoding="utf-8").replace("](_downloads/", f"]({up}_downloads/")
+        source = DOCS / str(path.relative_to(folder)).replace(".html.md", ".md")
+        if source.is_file():
+            text = _with_links_within(text, source.read_text(encoding="utf-8"))
+        path.write_text(text, encoding="utf-8")
+
+
+def _with_links_within(text: str, source: str) -> str:
+    """Return a page whose links to its own headings lead there; the builder leaves them empty."""
+    known: dict[str, list[str]] = {}
+    for words, target in _WITHIN.findall(source):
+        known.setdefault(" ".join(words.split()), []).append(target)
+
+    def linked(found: re.Match[str]) -> str:
+        targets = known.get(" ".join(found[1].split()))
+        return f"[{found[1]}]({targets.pop(0)})" if targets else found[0]
+
+    return _EMPTY.sub(linked, text)
 
 
 def faults(folder: Path) -> Iterator[str]:
@@ -67,7 +87,10 @@ def faults(folder: Path) -> Iterator[str]:
             if not _leads_somewhere(path, target):
                 yield f"{path.relative_to(folder)}: {target} leads nowhere"
     for path in (folder / "llms.txt", *sorted(folder.rglob("*.md"))):
-        for target in _LINK.findall(path.read_text(encoding="utf-8")):
+        text = path.read_text(encoding="utf-8")
+        for words in _EMPTY.findall(_CODE.sub("code", text)):
+            yield f"{path.relative_to(folder)}: the link of {words!r} is empty"
+        for target in _LINK.findall(text):
             if not _leads_somewhere(path, target.partition("#")[0]):
                 yield f"{path.relative_to(folder)}: {target} leads nowhere"
 

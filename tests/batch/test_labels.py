@@ -67,7 +67,7 @@ def test_whole_numbers_are_classes_and_others_are_targets(labels, dtype, shape):
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        ([1, 2, 3], "3 labels for 4 documents; give one a document"),
+        ([1, 2, 3], "3 labels for 4 documents; give one for each, in the order of the documents"),
         ([1, 2, 3, 4, 5], "5 labels for 4 documents"),
         ([1, None, 2, None], r"document 1 has no label \(2 of 4 have none\).*-100"),
         ([1.0, float("nan"), 2.0, 3.0], r"document 1 has no label \(1 of 4"),
@@ -92,6 +92,79 @@ def test_a_document_in_pieces_has_no_label_of_its_own():
         vl.collate(tokens_like([3, 20]), split, document_labels=[0, 1])
     cut = vl.pack([3, 20], 8, overlong="truncate")
     assert vl.collate(tokens_like([3, 20]), cut, document_labels=[0, 1]).document_labels.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_labels_of_a_made_batch_are_those_that_collate_would_give(as_tensors):
+    labels = [1, 0, -100, 2]
+    batch, collated = (vl.collate(DOCUMENTS, packing(), document_labels=each) for each in (None, labels))
+    batch = batch.to_torch() if as_tensors else batch
+    given_ = [labels[one] for one in batch.document_ids]
+
+    for values in (given_, np.array(given_), torch.tensor(given_, dtype=torch.int32)):
+        found = batch.replace(document_labels=values).document_labels
+        assert found.tolist() == collated.document_labels.tolist()
+        assert type(found) is type(batch.document_ids)
+        assert str(found.dtype).endswith("int64")
+    assert batch.replace(document_labels=None).document_labels is None
+
+
+def test_a_made_batch_takes_no_labels_of_other_documents_or_of_pieces():
+    batch = vl.collate(DOCUMENTS, packing())
+    with pytest.raises(
+        DocumentsError, match=r"600 labels for 4 segments of this batch.*labels\[batch.document_ids"
+    ):
+        batch.replace(document_labels=np.zeros(600))
+    with pytest.raises(DocumentsError, match="must be numbers"):
+        batch.replace(document_labels=["good"] * 4)
+    split = vl.collate(tokens_like([3, 20]), vl.pack([3, 20], 8, overlong="split"))
+    with pytest.raises(DocumentsError, match=r"document 1 is cut into pieces \(2 later pieces.*truncate"):
+        split.replace(document_labels=np.zeros(4, int))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"labels": np.zeros((1, 3), np.int32)},
+            r"labels must be .* of shape \[2, 8\].*got of shape \[1, 3\]",
+        ),
+        ({"labels": [[1] * 8] * 2}, "labels must be an array or tensor .* got list"),
+        ({"columns": {"token_labels": np.zeros((2, 7))}}, r"token_labels must be .*\[2, 7\]"),
+        ({"document_ids": np.arange(3)}, "document_starts must be .* 3 segments.* got 4 values"),
+        ({"document_groups": [0, 0, 1, 1]}, "document_groups must be .* got list"),
+    ],
+)
+def test_values_that_do_not_fit_a_batch_are_refused_in_a_sentence(changes, words):
+    with pytest.raises(DocumentsError, match=words):
+        vl.collate(DOCUMENTS, packing()).replace(**changes)
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_targets_and_tokens_are_counted_again_where_they_change(as_tensors):
+    masks = [[0, 1, 1], [0, 0], [0, 1, 0, 1, 0, 1], [0]]
+    batch, masked = (vl.collate(DOCUMENTS, packing(), loss_mask=each) for each in (None, masks))
+    if as_tensors:
+        batch, masked = batch.to_torch(), masked.to_torch()
+
+    made = batch.replace(labels=masked.labels, input_ids=masked.input_ids + 1000)
+
+    assert made.document_targets.tolist() == masked.document_targets.tolist()
+    assert type(made.document_targets) is type(masked.document_targets)
+    assert (made.num_targets, made.step_num_targets) == (5, 5)
+    assert made.max_token_id == batch.max_token_id + 1000
+
+
+def test_targets_of_a_part_of_a_step_do_not_change_unless_those_of_the_step_are_given():
+    batch = vl.collate(DOCUMENTS, packing(), step_num_targets=100)
+    labels = np.full_like(batch.labels, -100)
+
+    assert batch.replace(labels=batch.labels.copy()).step_num_targets == 100
+    with pytest.raises(
+        SettingError, match=r"hold 0 targets, and there were 8 of the step's 100.*step_num_targets="
+    ):
+        batch.replace(labels=labels)
+    assert batch.replace(labels=labels, step_num_targets=92).loss_scale() == 1 / 92
 
 
 @pytest.mark.parametrize(

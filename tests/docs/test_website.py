@@ -45,9 +45,23 @@ def test_a_site_whose_links_lead_somewhere_is_sound(tmp_path):
             "loads //example.org/x.css from elsewhere",
         ),
         ("", "[c](c.html.md)", "a.html.md: c.html.md leads nowhere"),
+        ("", "see [`[plan]` below]()", "a.html.md: the link of 'code below' is empty"),
     ],
 )
 def test_a_link_that_leads_nowhere_and_a_file_from_elsewhere_are_found(html, text, said, tmp_path):
     (found,) = website.faults(site(tmp_path, html, text))
 
     assert said in found
+
+
+def test_links_to_headings_of_the_same_page_are_kept():
+    source = "see [below](#one), [`[plan]`](#two), [below](#three), [a\nb](#four) and [b](b.md)"
+    built = "| [below]() | see [`[plan]`]() | [below]() | [a b]() and [b](b.html.md), not [else]()"
+
+    assert website._with_links_within(built, source) == (
+        "| [below](#one) | see [`[plan]`](#two) | [below](#three) | [a b](#four) and [b](b.html.md), not [else]()"
+    )
+
+
+def test_code_that_looks_like_a_link_is_none(tmp_path):
+    assert list(website.faults(site(tmp_path, text="`calls[0]()`\n\n```python\ncalls[0]()\n```"))) == []

@@ -465,7 +465,10 @@ def test_a_path_with_brackets_in_its_name_is_not_taken_for_a_pattern(tmp_path):
         (b'{"text": "a"}\n[1, 2]\n', r"line 2 is a JSON array, not an object"),
         (b'{"text": "a"}\n{"text": null}\n', r"line 2 can't be used: `text` must be a string, found null"),
         (b'{"text": 3}\n', r"`text` must be a string, found number"),
-        (b'{"body": "a", "id": 1}\n', r"need `text`, .* found `body`, `id`; name yours: --column text=NAME"),
+        (
+            b'{"body": "a", "id": 1}\n',
+            r"need `text`, .* found `body`, `id`; name yours: --column text=NAME .* input_ids=NAME for tokens",
+        ),
         (b'{"prompt": "a"}\n', r"found `prompt`"),
         (
             b'{"messages": "a"}\n',

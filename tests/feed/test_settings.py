@@ -83,6 +83,28 @@ def test_what_cannot_be_is_refused_when_the_loader_is_made(store, changes, said)
         loader_of(store, **changes)
 
 
+def test_only_the_longest_document_needs_the_positions_of_the_model(tmp_path):
+    rows = [{"text": "a" * length} for length in (40, 7, 100, 12)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def loader(positions, source=tmp_path / "texts.jsonl", **changes):
+        model = SimpleNamespace(max_position_embeddings=positions)
+        options = {"capacity": 128, "global_batch_size": 2, "cache": tmp_path / "cache", "mode": "indexed"}
+        return vl.PackedLoader(source, "bytes", model=model, **options | changes)
+
+    with loader(101) as found:
+        assert max(batch.max_seqlen for batch in found) == 101
+    loader(50, overlong="drop", capacity=64).close()
+    mixture = vl.Mixture({"texts": tmp_path / "texts.jsonl"}, {"texts": 1})
+    for source in (tmp_path / "texts.jsonl", mixture):
+        with pytest.raises(InputError, match="the 100 positions of the model, and a document has 101 tokens"):
+            loader(100, source)
+    with pytest.raises(
+        InputError, match=r"and lengths .* aren't known here.* capacity=101 at most; or index"
+    ):
+        loader(101, mode="streaming")
+
+
 @pytest.mark.parametrize(
     ("changes", "out"), [({"tokenizer": "bytes"}, "tokenizer"), ({"mode": "streaming"}, "mode")]
 )

@@ -24,7 +24,15 @@ from varlen.batch.documents import (
     refuse_negative,
 )
 from varlen.batch.layout import Segments, exactness, lay_out, padding_segment, refuse_mismatch
-from varlen.batch.packed import IGNORE_INDEX, TARGET_WEIGHTS, TOKEN_LABELS, Layout, PackedBatch, on_host
+from varlen.batch.packed import (
+    IGNORE_INDEX,
+    TARGET_WEIGHTS,
+    TOKEN_LABELS,
+    Layout,
+    PackedBatch,
+    labels_of_documents,
+    refuse_labels_of_pieces,
+)
 from varlen.errors import DocumentsError, OutputBufferError, SettingError
 from varlen.types import IntArray, Packing, as_packing
 
@@ -153,7 +161,9 @@ def collate(
     fields["document_groups"] = None if packing.groups is None else packing.groups[fields["document_ids"]]
     fields["document_labels"] = None
     if document_labels is not None:
-        fields["document_labels"] = _labels_of(document_labels, packing.num_documents, fields)
+        given = labels_of_documents(document_labels, packing.num_documents, "documents")
+        refuse_labels_of_pieces(fields["document_ids"], fields["document_starts"])
+        fields["document_labels"] = given[fields["document_ids"]]
     fields["shift_labels"] = _shifted(fields["labels"]) if shift_labels else None
     fields["plan"] = None
     batch = PackedBatch.of(fields)
@@ -294,39 +304,6 @@ def _shifted(labels: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     shifted = np.full_like(labels, -100)
     shifted[:, :-1] = labels[:, 1:]
     return shifted
-
-
-def _labels_of(values: Any, num_documents: int, fields: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Return the label of each segment's document, `[segments]` or `[segments, labels]`."""
-    if isinstance(values, list | tuple):
-        values = [np.nan if one is None else one for one in values]
-    try:
-        array = on_host(values)
-    except ValueError as error:
-        raise DocumentsError(f"document_labels must be numbers, as many for each document: {error}") from None
-    if array.dtype.kind not in "biuf" or array.ndim not in (1, 2):
-        raise DocumentsError(
-            "document_labels must be numbers, [documents] or [documents, labels]; got "
-            f"{array.dtype} of shape {list(array.shape)}"
-        )
-    if len(array) != num_documents:
-        raise DocumentsError(
-            f"document_labels: {len(array):,} labels for {num_documents:,} documents; give one a document, in the "
-            "order of the documents"
-        )
-    if array.dtype.kind == "f" and (missing := np.isnan(array).reshape(len(array), -1).any(1)).any():
-        raise DocumentsError(
-            f"document_labels: document {np.argmax(missing):,} has no label ({missing.sum():,} of {missing.size:,} "
-            "have none); leave such documents out, or give -100 as their class"
-        )
-    documents, found = fields["document_ids"], array[fields["document_ids"]]
-    if (cut := fields["document_starts"] > 0).any():
-        raise DocumentsError(
-            f"document {documents[np.argmax(cut)]:,} is cut into pieces ({cut.sum():,} later pieces in this batch), "
-            'and a label is for a whole document; pack with overlong="error", "truncate" or "drop"'
-        )
-    are_classes = found.dtype.kind in "biu" and found.ndim == 1
-    return np.asarray(found, np.int64 if are_classes else np.float32)
 
 
 def _report_without_targets(batch: PackedBatch) -> None:

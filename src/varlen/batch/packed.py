@@ -315,7 +315,7 @@ class PackedBatch:
         fields = {name: as_tensor(getattr(self, name), device, widen=True) for name in _TOKENS}
         fields |= {name: as_tensor(getattr(self, name), device, widen=False) for name in _NUMBERS}
         columns = {name: as_tensor(column, device, widen=False) for name, column in self.columns.items()}
-        return self.replace(**fields, columns=columns)
+        return dataclasses.replace(self, **fields, columns=columns)
 
     def row(self, index: int) -> PackedBatch:
         """Return one row as a batch of its own, views of this batch's arrays where they can be.
@@ -349,7 +349,8 @@ class PackedBatch:
         ):
             fields["cu_seqlens_padded"] = None
         lengths, tokens = fields["document_lengths"], fields["input_ids"][fields["segment_ids"] >= 0]
-        return self.replace(
+        return dataclasses.replace(
+            self,
             **fields,
             columns={name: column[here] for name, column in self.columns.items()},
             max_seqlen=int(lengths.max()) if len(lengths) else 0,
@@ -379,8 +380,38 @@ class PackedBatch:
         return begins
 
     def replace(self, **changes: Any) -> PackedBatch:
-        """Return a copy with some fields replaced."""
-        return dataclasses.replace(self, **changes)
+        """Return a copy with some fields replaced.
+
+        With new `labels`, `document_targets` and `num_targets` are counted again unless they are given, and so is
+        `step_num_targets` where this batch had all targets of its step; with new `input_ids`, `max_token_id`.
+
+        Args:
+            changes: fields by name. `document_labels` are one for each segment, in the order of `document_ids`:
+                numbers as `collate` takes them, also in a list. Values of tokens have the shape of `input_ids`.
+
+        Raises:
+            DocumentsError: values of another shape; labels of documents that are no numbers, or of a document that
+                is cut into pieces.
+            SettingError: other targets in a batch that isn't its whole step, without `step_num_targets`.
+
+        Boundaries aren't compared with each other; `vl.check_batch` does that.
+        """
+        if changes.get("document_labels") is not None:
+            ids, starts = (
+                changes.get(name, getattr(self, name)) for name in ("document_ids", "document_starts")
+            )
+            found = labels_of_documents(changes["document_labels"], len(ids), "segments of this batch")
+            refuse_labels_of_pieces(on_host(ids), on_host(starts))
+            on_torch = not isinstance(ids, np.ndarray)
+            changes["document_labels"] = as_tensor(found, ids.device, widen=False) if on_torch else found
+        made = dataclasses.replace(self, **changes)
+        _check_shapes(made)
+        if "labels" in changes and not {"document_targets", "num_targets"} & set(changes):
+            made = _recounted(made, self if "document_lengths" not in changes else made, changes)
+        if "input_ids" in changes and "max_token_id" not in changes:
+            tokens = on_host(made.input_ids)[on_host(made.segment_ids) >= 0]
+            made = dataclasses.replace(made, max_token_id=int(tokens.max(initial=-1)))
+        return made
 
     def __repr__(self) -> str:
         """Return the shape, fill and number of targets."""
@@ -390,6 +421,79 @@ class PackedBatch:
         return (
             f"PackedBatch({self.layout} [{rows:,}, {width:,}], {self.num_segments:,} documents or pieces, "
             f"{self.num_tokens:,} tokens, {fill:.2f}% full, {self.num_targets:,} targets)"
+        )
+
+
+def _check_shapes(batch: PackedBatch) -> None:
+    """Refuse arrays that don't have a value for each token, or for each segment."""
+    by_token = {**batch._by_token(), **batch.columns}
+    shape = tuple(getattr(batch.input_ids, "shape", ()))
+    for name, array in by_token.items():
+        if array is not None and tuple(getattr(array, "shape", ())) != shape:
+            seen = f"of shape {list(array.shape)}" if hasattr(array, "shape") else type(array).__name__
+            raise DocumentsError(
+                f"{name} must be an array or tensor of shape {list(shape)}, as input_ids; got {seen}"
+            )
+    for name, array in batch._by_segment().items():
+        if array is not None and (not hasattr(array, "shape") or len(array) != batch.num_segments):
+            seen = f"{len(array):,} values" if hasattr(array, "shape") else type(array).__name__
+            raise DocumentsError(
+                f"{name} must be an array or tensor with one value for each of the batch's {batch.num_segments:,} "
+                f"segments, as document_ids; got {seen}"
+            )
+
+
+def _recounted(made: PackedBatch, bounds: PackedBatch, changes: Mapping[str, Any]) -> PackedBatch:
+    """Return a batch whose numbers of targets are those of its labels."""
+    is_target = (on_host(made.labels) != IGNORE_INDEX).reshape(-1)
+    each = sums(is_target, bounds.segment_begins, on_host(bounds.document_lengths)).astype(np.int32)
+    targets, whole = int(each.sum()), made.step_num_targets
+    if "step_num_targets" not in changes and targets != made.num_targets:
+        if made.num_targets != whole:
+            raise SettingError(
+                f"the new labels hold {targets:,} targets, and there were {made.num_targets:,} of the step's "
+                f"{whole:,}, by which loss_scale() divides; pass step_num_targets= as well: those of the whole step, "
+                "all its batches and ranks"
+            )
+        whole = targets
+    if not isinstance(made.document_targets, np.ndarray):
+        each = as_tensor(each, made.document_targets.device, widen=False)
+    return dataclasses.replace(made, document_targets=each, num_targets=targets, step_num_targets=whole)
+
+
+def labels_of_documents(values: Any, count: int, of: str) -> npt.NDArray[Any]:
+    """Return labels as an array, `[count]` or `[count, labels]`: int64 classes, or float32 numbers."""
+    if isinstance(values, list | tuple):
+        values = [np.nan if one is None else one for one in values]
+    try:
+        array = on_host(values)
+    except ValueError as error:
+        raise DocumentsError(f"document_labels must be numbers, as many for each document: {error}") from None
+    if array.dtype.kind not in "biuf" or array.ndim not in (1, 2):
+        raise DocumentsError(
+            "document_labels must be numbers, [documents] or [documents, labels]; got "
+            f"{array.dtype} of shape {list(array.shape)}"
+        )
+    if len(array) != count:
+        wanted = "labels[batch.document_ids]" if "segments" in of else "in the order of the documents"
+        raise DocumentsError(
+            f"document_labels: {len(array):,} labels for {count:,} {of}; give one for each, {wanted}"
+        )
+    if array.dtype.kind == "f" and (missing := np.isnan(array).any(tuple(range(1, array.ndim)))).any():
+        raise DocumentsError(
+            f"document_labels: document {np.argmax(missing):,} has no label ({missing.sum():,} of {missing.size:,} "
+            "have none); leave such documents out, or give -100 as their class"
+        )
+    are_classes = array.dtype.kind in "biu" and array.ndim == 1
+    return np.asarray(array, np.int64 if are_classes else np.float32)
+
+
+def refuse_labels_of_pieces(documents: IntArray, starts: IntArray) -> None:
+    """Refuse labels where a segment isn't its document's beginning."""
+    if (cut := starts > 0).any():
+        raise DocumentsError(
+            f"document {documents[np.argmax(cut)]:,} is cut into pieces ({cut.sum():,} later pieces in this batch), "
+            'and a label is for a whole document; pack with overlong="error", "truncate" or "drop"'
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +32,7 @@ from varlen.files.fingerprints import file_fingerprints, joint_fingerprint
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.paths import Data, File, entries_of, is_url
 from varlen.offline.index import indexed_in_cache
-from varlen.pack.pieces import POLICIES, applied, check_fit
+from varlen.pack.pieces import POLICIES, AnyInts, applied, check_fit
 from varlen.store.growing import PartialStore
 from varlen.store.open import is_megatron, is_token_store, open_tokens
 from varlen.store.store import TokenStore, weighs
@@ -288,6 +288,7 @@ def _shared(held: Sequence[TokenDocuments]) -> tuple[TokenDocuments, ...]:
 def _check_documents(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> None:
     """Refuse ids that the model doesn't know, and documents that are to fit and don't, as far as they are there."""
     check_known_ids(tokens, settings)
+    check_positions(None if isinstance(tokens, PartialStore) else lengths_in_order(tokens), settings)
     if applied(settings.method, settings.overlong) == "error":
         check_fit(lengths_in_order(tokens), settings.capacity, lambda n: f"document {n:,} of {data}")
 
@@ -334,6 +335,7 @@ def open_streaming(source: Source, settings: LoaderSettings) -> Opened:
             'and name the store, or pass mode="indexed"'
         )
     check_passes(source, settings)
+    check_positions(None, settings)
     prints = file_fingerprints(source.files)
     # Readers compare with these where a file seems to have been replaced since it was listed.
     source = replace(source, files=tuple(replace(f, known=p) for f, p in zip(source.files, prints)))
@@ -626,6 +628,31 @@ def check_known_ids(tokens: TokenDocuments, settings: LoaderSettings) -> None:
     except SourceError:
         if settings.on_error == "raise":  # otherwise unreadable documents are masked
             raise
+
+
+def check_positions(lengths: Iterable[AnyInts] | None, settings: LoaderSettings) -> None:
+    """Refuse pieces that may be longer than the model's positions, which begin anew in each.
+
+    Args:
+        lengths: of all documents, part by part; None where they aren't known.
+    """
+    positions, capacity = settings.positions, settings.capacity
+    if positions is None or capacity <= positions:
+        return
+    seen, way_out = (
+        "lengths of documents aren't known here, so that one may fill a pack",
+        "; or index the documents",
+    )
+    if lengths is not None:
+        retained = POLICIES[applied(settings.method, settings.overlong)].retained
+        longest = max((int(retained(part, capacity).max(initial=0)) for part in lengths), default=0)
+        if longest <= positions:
+            return
+        seen, way_out = f"a document has {longest:,} tokens", ""
+    raise SettingError(
+        f"capacity {capacity:,} is longer than the {positions:,} positions of the model, and {seen}; take capacity="
+        f"{positions} at most{way_out}"
+    )
 
 
 def warn_overlong(tokens: TokenDocuments, data: str, settings: LoaderSettings) -> bool:

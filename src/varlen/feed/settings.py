@@ -98,7 +98,9 @@ class LoaderSettings(Reading):
     deadline_s: float = option(600.0, "longest wait for a batch before StalledError says what is missing.")
     cache: str | Path | None = option(None, "folder for stores made here; None for the user's cache.")
     model: Any = option(
-        None, "a transformers model or configuration; its positions and vocabulary must suffice."
+        None,
+        "a transformers model or configuration; its vocabulary must suffice, and its positions for the longest "
+        "document, or where lengths aren't known for a whole pack.",
     )
     plan: GivenPlans | None = option(
         None,
@@ -176,6 +178,11 @@ class LoaderSettings(Reading):
         return _of_model(self.model, "vocab_size")
 
     @property
+    def positions(self) -> int | None:
+        """How many positions the model has, if one was given that says so; they begin anew in each document."""
+        return _of_model(self.model, "max_position_embeddings")
+
+    @property
     def patience_s(self) -> float:
         """Seconds to wait for other ranks: less than `deadline_s`, so that the error that names one comes first."""
         return 0.9 * self.deadline_s
@@ -220,18 +227,12 @@ FREE = frozenset({"dp_world_size", "micro_batch_size"})
 
 
 def _check_model(settings: LoaderSettings) -> None:
-    """Refuse packs longer than the model's positions, and a token for padding that it doesn't know."""
+    """Refuse a token for padding that the model doesn't know."""
     known = settings.vocab_size
     if known is not None and settings.pad_id >= known:
         raise SettingError(
             f"pad_id {settings.pad_id:,} is none of the {known:,} ids that the model knows; take one below, such as "
             "pad_id=0: padding is masked, whatever its id"
-        )
-    positions = _of_model(settings.model, "max_position_embeddings")
-    if positions is not None and settings.capacity > positions:
-        raise SettingError(
-            f"capacity {settings.capacity:,} is longer than the {positions:,} positions of the model; take capacity="
-            f"{positions} at most"
         )
 
 

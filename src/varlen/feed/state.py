@@ -56,15 +56,20 @@ def from_json(
     """Return a state that `to_json` wrote."""
     if not isinstance(state, Mapping):
         raise StateError(f"a loader's state is a mapping, got {type(state).__name__}")
-    if state.get("version") != VERSION or state.get("mode") != mode:
+    if state.get("version") != VERSION:
         raise StateError(
-            f"the state has version {state.get('version')!r} and mode {state.get('mode')!r}; this loader reads "
-            f"version {VERSION} and mode {mode!r}"
+            f"the state has version {state.get('version')!r}, and this varlen reads version {VERSION}; load it with "
+            "the varlen that saved it, or start over"
+        )
+    if state.get("mode") != mode:
+        raise StateError(
+            f"the state was saved in mode {state.get('mode')!r}, and this loader is in mode {mode!r}; make it of the "
+            f"same data as then, with mode={state.get('mode')!r}, or start over"
         )
     with reading_state("a loader"):
         step, micro_batch = (as_count(state[name], name, 0, MOST) for name in ("step", "micro_batch"))
         at, was = dict(state["at"]), dict(state["belongs_to"])
-    _check_same(was, belongs_to, free if micro_batch == 0 else frozenset())
+    _check_same(was, belongs_to, free, micro_batch)
     at = _with_more_epochs(at, was, belongs_to)
     return FeedState(step=step, micro_batch=micro_batch, at=at)
 
@@ -147,10 +152,12 @@ def _plans_of(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {PLANS: {**plans[0], "choices": choices}} if plans else {}
 
 
-def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[str]) -> None:
-    """Require that a state is of the same data and settings."""
+def _check_same(
+    was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[str], within_step: int
+) -> None:
+    """Require that a state is of the same data and settings; where batches of its step were taken, of all of them."""
     own = {TOKENIZER, EPOCHS} if EPOCHS in was and EPOCHS in now else {TOKENIZER}
-    names = [name for name in {**was, **now} if name not in free | own]
+    names = [name for name in {**was, **now} if name not in (own if within_step else free | own)]
     others = {
         name: (repr(was.get(name)), repr(now.get(name))) for name in names if was.get(name) != now.get(name)
     }
@@ -159,9 +166,13 @@ def _check_same(was: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[
         others[TOKENIZER] = (before.words, mark.words)
     if others:
         words = "; ".join(f"{name} was {before} and is {after}" for name, (before, after) in others.items())
-        raise StateError(
-            f"the state was saved with other data or settings: {words}. Make the loader with those, or start over"
-        )
+        way_out = "Make the loader with those, or start over"
+        if within_step and set(others) <= free:
+            way_out = (
+                f"These may change where a step begins, and this state is {within_step:,} batches into one: load a "
+                "state that was saved at the end of a step, or make the loader with those"
+            )
+        raise StateError(f"the state was saved with other data or settings: {words}. {way_out}")
     if TOKENIZER not in was and mark is not None:
         _log.warning(
             "the state is of varlen 0.1.0 and doesn't say which tokenizer made its tokens; it is taken to be %s",

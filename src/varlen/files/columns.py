@@ -181,7 +181,7 @@ def _find(
         f"{where} has no column of documents: need `text`, `messages`, `prompt` and `completion`, "
         "`instruction` and `output`, or `input_ids`, "
         f"found {listed(present)}{line}; name yours: --column text=NAME (columns={{'text': NAME}}), "
-        "or messages=NAME for chats"
+        "messages=NAME for chats, or input_ids=NAME for tokens"
     )
 
 

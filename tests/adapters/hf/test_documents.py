@@ -162,6 +162,37 @@ def test_loss_and_gradients_of_a_head_are_those_of_padded_rows(family, attention
     assert differ(gradients(model, ours), exact) < 1e-6
 
 
+def no_documents() -> vl.PackedBatch:
+    """A masked pack, as a loader makes it at the end of its data."""
+    lengths = np.zeros(0, np.int32)
+    packing = vl.Packing(
+        document_ids=np.zeros(0, np.int64),
+        starts=lengths,
+        stops=lengths,
+        offsets=np.zeros(2, np.int64),
+        capacity=16,
+        ledger=vl.Ledger(tokens_in=0, packed=0),
+    )
+    return vl.collate((lengths, np.zeros(1, np.int64)), packing)
+
+
+@pytest.mark.parametrize("kind", ["classes, all -100", "no documents", "no documents, numbers"])
+@pytest.mark.parametrize("family", HEADS)
+def test_without_a_label_the_loss_is_0_with_gradients_of_0(family, kind):
+    model = classifier(family)
+    batch, labels = (packed(), [-100] * len(LENGTHS)) if "all" in kind else (no_documents(), np.zeros(0, int))
+    if "numbers" in kind:
+        labels = np.zeros((0, 3), np.float32)
+
+    loss = hf.document_outputs(model, batch.replace(document_labels=labels)).loss
+
+    assert loss.item() == 0
+    loss.backward()
+    assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
+    one = [[0.0, 1.0, 1.0]] * len(LENGTHS) if "numbers" in kind else [*[-100] * (len(LENGTHS) - 1), 2]
+    assert hf.document_outputs(model, packed(document_labels=one)).loss.item() > 0
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.integers(1, 26), min_size=1, max_size=9),

@@ -108,13 +108,21 @@ def test_a_state_that_belongs_elsewhere_is_refused_and_named():
     other = {**BELONGS, "dp_world_size": 2}
 
     assert from_json(begun, "indexed", other, FREE) == FeedState(step=3)
-    with pytest.raises(StateError, match="dp_world_size was 1 and is 2"):
+    with pytest.raises(
+        StateError, match=r"dp_world_size was 1 and is 2\. These may .* 1 batches into one: load"
+    ):
         from_json(within, "indexed", other, FREE)
     with pytest.raises(StateError, match="store was 'abc' and is 'xyz'"):
         from_json(begun, "indexed", {**BELONGS, "store": "xyz"}, FREE)
+    with pytest.raises(
+        StateError, match=r"dp_world_size was 1 and is 2.*Make the loader with those, or start over"
+    ):
+        from_json(within, "indexed", {**other, "store": "xyz"}, FREE)
     with pytest.raises(StateError, match="version 9"):
         from_json({**begun, "version": 9}, "indexed", BELONGS, FREE)
-    with pytest.raises(StateError, match="mode 'indexed'; this loader reads version 2 and mode 'streaming'"):
+    with pytest.raises(
+        StateError, match=r"saved in mode 'indexed', and this loader .* with mode='indexed', or start"
+    ):
         from_json(begun, "streaming", BELONGS, FREE)
     for broken in ({"version": 2, "mode": "indexed"}, {**begun, "step": -1}, {**begun, "at": 3}, [1]):
         with pytest.raises(StateError):

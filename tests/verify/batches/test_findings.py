@@ -295,6 +295,11 @@ def test_the_report_reads_well_in_a_terminal():
         '  fix:   del batch["attention_mask"]',
     ]
     assert str(vl.check_batch(good())) == "nothing found in 1 row of 9 tokens, 3 documents"
+    plain = vl.check_batch({"input_ids": torch.ones(2, 9).long()})
+    assert not plain.has_boundaries
+    assert str(plain) == (
+        "nothing found in 2 rows of 9 tokens, 2 documents (each row taken for one, as the batch has no boundaries)"
+    )
 
 
 def test_the_batch_is_left_as_it_was():

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 from tests.support.hf_models import FAMILIES, LAYOUTS, PAIRS, SMALL, VOCABULARY, make, packed, tiny
-from transformers import FalconConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, MambaConfig, MixtralConfig
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    FalconConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+)
 
 import varlen as vl
 from varlen.adapters import hf
@@ -54,6 +63,31 @@ def test_boundaries_reach_flash_attention_in_both_layouts(family, layout):
     assert report.attention == "flash_attention_2"
     # Positions alone are read in a single row only.
     assert inferred.verdict == ("leaks" if layout == "rows" else "isolated")
+
+
+def classifier() -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, **sizes)).eval()
+
+
+def test_of_a_classifier_that_pools_the_hidden_states_are_looked_at():
+    model, batch = classifier(), packed("rows")
+    report = check_isolation(model, batch)
+
+    assert report.verdict == "isolated", str(report)
+    assert report.model == "BertModel below the head of BertForSequenceClassification"
+    assert check_isolation(model.bert, batch).model == "BertModel"
+    assert vl.check_batch(batch, model).ok
+    mapping = positions_only(batch, model)
+    (found,) = vl.check_batch(mapping, model).errors
+    assert "document_outputs(model, batch)" in found.fix
+
+
+def test_a_refusal_is_told_in_full():
+    report = check_isolation(classifier(), packed("rows"), inputs=hf.model_inputs)
+
+    assert report.verdict == "refuses"
+    assert report.reason.endswith("otherwise give it one document a row (padded)")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

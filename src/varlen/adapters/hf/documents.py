@@ -97,8 +97,9 @@ def document_outputs(model: Any, batch: PackedBatch) -> Any:
 
     Returns:
         What the model returns. Of a head, `logits` `[num_segments, labels]` in the order of `batch.document_ids`, and
-        `loss`; of a model without one, `last_hidden_state` `[rows, width, hidden]`, as the batch is, for `pool`, and
-        `pooler_output` `[num_segments, hidden]` where it has a pooler.
+        `loss`, which is 0, with gradients of 0, where no document has a label; of a model without one,
+        `last_hidden_state` `[rows, width, hidden]`, as the batch is, for `pool`, and `pooler_output`
+        `[num_segments, hidden]` where it has a pooler.
 
     Raises:
         DocumentsError: not a PackedBatch, or labels that are no classes of this head.
@@ -118,7 +119,7 @@ def document_outputs(model: Any, batch: PackedBatch) -> Any:
         return _without_head(model, base, batch)
     check_trunk(model, trunk)
     how, inputs = head_pooling(base, trunk), _inputs(batch, trunk)
-    labels = _labels(batch, base)
+    labels, has_label = _labels(batch, base)
     if getattr(text_config(base), "pad_token_id", None) is None and how == "last" and batch.num_segments > 1:
         raise ModelError(
             f"{type(base).__name__} takes several documents only if its configuration has a token of padding: set "
@@ -135,7 +136,10 @@ def document_outputs(model: Any, batch: PackedBatch) -> Any:
         return type(found)(**{name: value for name, value in fields.items() if value is not None})
 
     with _forward_of(trunk, pooled) as plain:
-        return model(input_ids=one, **labels)
+        outputs = model(input_ids=one, **labels)
+    if labels and not has_label and getattr(outputs, "loss", None) is not None:
+        outputs["loss"] = (outputs.logits.sum() * 0).to(outputs.loss.dtype)  # the head's mean is 0/0
+    return outputs
 
 
 def _without_head(model: Any, base: Any, batch: PackedBatch) -> Any:
@@ -217,11 +221,11 @@ def _on_device(values: Any, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(values).to(device, non_blocking=True)
 
 
-def _labels(batch: PackedBatch, base: Any) -> dict[str, Any]:
-    """Return the labels of a batch's documents as a head takes them, after a look at their range."""
+def _labels(batch: PackedBatch, base: Any) -> tuple[dict[str, Any], bool]:
+    """Return the labels of a batch's documents as a head takes them, and whether any counts, after a look at them."""
     labels = batch.document_labels
     if labels is None:
-        return {}
+        return {}, False
     count, name = int(base.config.num_labels), type(base).__name__
     on_gpu = torch.is_tensor(labels) and labels.device.type != "cpu"
     found = as_tensor(labels, None, widen=False)
@@ -245,6 +249,7 @@ def _labels(batch: PackedBatch, base: Any) -> dict[str, Any]:
                 f"batch's {len(found):,} are out of range), and {name} has classes 0 to {count - 1:,}; -100 is "
                 "for documents without one, and config.num_labels sets how many there are"
             )
+    has_label = found.numel() > 0 and not (is_class and bool((found == IGNORE_INDEX).all()))
     if not is_class:
         found = found.to(base.dtype)
-    return {"labels": found.to(base.device, non_blocking=True)}
+    return {"labels": found.to(base.device, non_blocking=True)}, has_label

@@ -41,7 +41,7 @@ def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> Ba
 
     Returns:
         The findings, errors first; `report.ok` if none is an error. A PackedBatch is checked as
-        `varlen.adapters.hf.model_inputs` would pass it to the model.
+        `varlen.adapters.hf.model_inputs` would pass it to the model, or `document_outputs` to one that pools.
 
     Raises:
         DocumentsError: no `input_ids`, or an argument that isn't a rectangle of numbers.
@@ -60,7 +60,7 @@ def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> Ba
     del batch["attention_mask"]
     """
     given = read(batch)
-    facts = None if model is None else facts_of(model)
+    facts = None if model is None else facts_of(model, is_packed=given.packed is not None)
     segments = segments_of(given)
     findings = list(_findings(given, segments, facts)) if given.input_ids.size else []
     findings.sort(key=lambda finding: finding.level)  # stable: "error" before "warning"
@@ -69,6 +69,7 @@ def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> Ba
         rows=given.rows,
         width=given.width,
         documents=segments.documents,
+        has_boundaries=bool(segments.starts_by),
         model=facts.name if facts else None,
         attention=facts.attention if facts else None,
     )

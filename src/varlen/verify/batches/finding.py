@@ -76,7 +76,9 @@ class BatchReport:
     rows: int
     width: int
     documents: int
-    """Number of documents by the batch's own boundaries, padding not counted."""
+    """Number of documents by the batch's own boundaries, padding not counted; without any, its rows."""
+    has_boundaries: bool = True
+    """Whether anything in the batch says where documents begin within a row."""
     model: str | None = None
     """Name of the model's class; None without a model."""
     attention: str | None = None
@@ -109,10 +111,11 @@ class BatchReport:
         counted = (
             f"{many(errors, 'error')}, {many(len(self) - errors, 'warning')}" if len(self) else "nothing"
         )
+        assumed = "" if self.has_boundaries else " (each row taken for one, as the batch has no boundaries)"
         with_model = f"; {self.model}, attention {self.attention}" if self.model else ""
         head = (
             f"{counted} found in {many(self.rows, 'row')} of {many(self.width, 'token')}, "
-            f"{many(self.documents, 'document')}{with_model}"
+            f"{many(self.documents, 'document')}{assumed}{with_model}"
         )
         return "\n".join([head, *map(str, self.findings)])
 

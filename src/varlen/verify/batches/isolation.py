@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from varlen.adapters.hf import attention
-from varlen.adapters.hf.mixing import check_family, drops_boundaries, is_bidirectional
+from varlen.adapters.hf.mixing import check_family, check_trunk, drops_boundaries, is_bidirectional, pools
 from varlen.adapters.hf.model import (
     family,
     implementation,
@@ -51,6 +51,7 @@ NAMED = {
     "varlen": 'the "varlen" attention',
 }
 WITH_MODEL_INPUTS = "inputs = varlen.adapters.hf.model_inputs(packed_batch, model); model(**inputs)"
+BY_DOCUMENT = "varlen.adapters.hf.document_outputs(model, batch), with the PackedBatch"
 ONE_A_ROW = "one document a row, padded on the right, with a 0/1 attention_mask"
 ALL_FOUR = 'pass "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q" and "max_length_k", all four'
 RESTART = "restart position_ids at 0 with every document and every piece of one"
@@ -122,7 +123,7 @@ def _refused(given: GivenBatch, segments: Segments, facts: ModelFacts) -> Findin
         "model_family",
         "warning" if may_work else "error",
         why if may_work else str(facts.refusal),
-        ONE_A_ROW,
+        BY_DOCUMENT if BY_DOCUMENT.partition("(")[0] in str(facts.refusal) else ONE_A_ROW,
         segments.needed,
         "the document that begins at",
     )
@@ -407,8 +408,10 @@ def recurrent_findings(given: GivenBatch, segments: Segments, facts: ModelFacts 
 INFERRED_FROM_POSITIONS = ("eager", "sdpa", "flex_attention")
 
 
-def facts_of(model: Any) -> ModelFacts:
+def facts_of(model: Any, *, is_packed: bool = False) -> ModelFacts:
     """Read the properties of a model that decide how it interprets a batch.
+
+    Of a PackedBatch (`is_packed`) a model that pools is given documents by `document_outputs`.
 
     Whether a family's masks depend on positions is read from its installed source code rather than from a list of
     names, which would become outdated.
@@ -433,7 +436,7 @@ def facts_of(model: Any) -> ModelFacts:
         learned_positions=_has_table_of_positions(decoder, limit),
         vocabulary=vocabulary_size(model),
         positions=limit if isinstance(limit, int) and limit > 0 else None,
-        refusal=_refusal(model),
+        refusal=_refusal(model, is_packed=is_packed),
         shifts_labels=shifts_labels(model),
     )
 
@@ -450,9 +453,12 @@ def _detector(model: Any, name: str) -> Detector:
     return "flash" if "flash" in name and not name.startswith("paged|") else "unknown"
 
 
-def _refusal(model: Any) -> str | None:
+def _refusal(model: Any, *, is_packed: bool) -> str | None:
     try:
-        check_family(model)
+        if is_packed and pools(model):
+            check_trunk(model, unwrap(model))
+        else:
+            check_family(model)
     except ModelError as error:
         return str(error)
     return None

@@ -14,7 +14,7 @@ import transformers
 
 from varlen import __version__
 from varlen.adapters import hf
-from varlen.adapters.hf.inputs import batch_wide_rotary, boundaries, hidden_inputs
+from varlen.adapters.hf.inputs import batch_wide_rotary, boundaries
 from varlen.adapters.hf.mixing import (
     accepting_unknown_code,
     check_family,
@@ -39,7 +39,13 @@ from varlen.verify.models.backends import (
     kernels_of,
     recurrence,
 )
-from varlen.verify.models.isolation import IsolationReport, Verdict, check_isolation
+from varlen.verify.models.isolation import (
+    IsolationReport,
+    Verdict,
+    check_isolation,
+    inputs_of,
+    without_pooling,
+)
 from varlen.verify.models.loading import LoadedModel, copies_of, load_model
 from varlen.verify.models.parity import gradient_parity, in_training, own_loss
 from varlen.verify.models.report import CallCell, Cell, ModelVerdict, VerifyReport
@@ -145,15 +151,14 @@ def verify(
 
 def _without_pooling(loaded: LoadedModel) -> LoadedModel:
     """Return the model below a head that pools, which `document_outputs` runs by itself."""
-    base = hf.unwrap(loaded.model)
-    if not pools(base) or base.base_model is base:
+    model = without_pooling(loaded.model)
+    if model is loaded.model:
         return loaded
     note = (
-        f"the head of {type(base).__name__} pools, and its hidden states were checked: call the model by "
-        "varlen.adapters.hf.document_outputs(model, batch), which gives the head each document as a row"
+        f"the head of {type(hf.unwrap(loaded.model)).__name__} pools, and its hidden states were checked: call the "
+        "model by varlen.adapters.hf.document_outputs(model, batch), which gives the head each document as a row"
     )
-    model, notes = base.base_model, (*loaded.notes, note)
-    return LoadedModel(model=model, notes=notes, remade=copies_of(model))
+    return LoadedModel(model=model, notes=(*loaded.notes, note), remade=copies_of(model))
 
 
 def _checked_layouts(layouts: Sequence[Layout], batch: PackedBatch | None) -> tuple[Layout, ...]:
@@ -281,11 +286,6 @@ def _judged(
         verdict = _verdict_of(judged.verdict)
         return replace(cell, verdict=verdict, reason=judged.reason, training=judged.unjudged)
     return cell
-
-
-def inputs_of(model: Any) -> Inputs:
-    """Return what makes a model's arguments: for a model with a pooler those for its hidden states alone."""
-    return hidden_inputs if pools(model) else hf.model_inputs
 
 
 def _verdict_of(verdict: Verdict) -> ModelVerdict:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 
 from varlen.adapters import hf
-from varlen.adapters.hf.mixing import accepting_unknown_code
+from varlen.adapters.hf.inputs import hidden_inputs
+from varlen.adapters.hf.mixing import accepting_unknown_code, pools
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError, described
 from varlen.verify.models.backends import computed_in
@@ -123,7 +124,7 @@ def check_isolation(
     model: Any,
     batch: PackedBatch | None = None,
     *,
-    inputs: Inputs = hf.model_inputs,
+    inputs: Inputs | None = None,
     tolerance: float | None = None,
     max_changed: int = 8,
     seed: int = 0,
@@ -131,6 +132,9 @@ def check_isolation(
     solo: dict[int, torch.Tensor] | None = None,
 ) -> IsolationReport:
     """Find out whether a model keeps the documents of a packed batch apart, as it is set up now.
+
+    It is called with `inputs(batch, model)`, by default `model_inputs`. Of a model that pools, which `model_inputs`
+    refuses, the hidden states below its head are looked at, which `document_outputs` pools.
 
     The model runs in eval mode and without gradients: two forward passes for each document changed, and at
     most nine more. Modes, gradients and random states are afterwards as before.
@@ -146,9 +150,13 @@ def check_isolation(
         batch = sample_batch(min(hf.vocabulary_size(model), hf.logits_size(model)), seed)
     if batch.num_segments == 0:
         raise SettingError("the batch holds no document, so there is nothing to keep apart")
+    whole = type(hf.unwrap(model)).__name__
+    if inputs is None:
+        inputs, model = inputs_of(model), without_pooling(model)
     trial, base = Trial(model, batch, inputs, seed), hf.unwrap(model)
+    name = type(base).__name__
     facts: dict[str, Any] = {
-        "model": type(base).__name__,
+        "model": name if name == whole else f"{name} below the head of {whole}",
         "attention": hf.implementation(model),
         "dtype": str(base.dtype).removeprefix("torch."),
         "layout": f"{batch.layout} {list(batch.input_ids.shape)}",
@@ -168,7 +176,8 @@ def check_isolation(
             limit = TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
             moved = _movements(trial, before, max_changed, limit, known, solo)
         except (ModelError, NotImplementedError, ValueError) as error:
-            return IsolationReport(verdict="refuses", reason=described(error, whole=True), **facts)
+            reason = str(error) if isinstance(error, ModelError) else described(error, whole=True)
+            return IsolationReport(verdict="refuses", reason=reason, **facts)
     # Which tokens share an expert decides how its matrix product is cut into blocks, so logits move in
     # their last bits where nothing leaks; a leak would move them about as far as the control does. In float64
     # experts run one by one, and nothing moves at all.
@@ -186,6 +195,17 @@ def check_isolation(
         movements=moved,
         **facts,
     )
+
+
+def inputs_of(model: Any) -> Inputs:
+    """Return what makes a model's arguments: for a model with a pooler those for its hidden states alone."""
+    return hidden_inputs if pools(model) else hf.model_inputs
+
+
+def without_pooling(model: Any) -> Any:
+    """Return the model below a head that pools, which `document_outputs` runs by itself; else the model."""
+    base = hf.unwrap(model)
+    return base.base_model if pools(base) and base.base_model is not base else model
 
 
 def judge(moved: Movements, tolerance: float, rounding: float = 0.0) -> tuple[Verdict, str]:
