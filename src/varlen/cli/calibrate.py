@@ -90,7 +90,7 @@ def _as_json(found: Calibration) -> dict[str, object]:
         "attention_mape": found.mape_attention,
         "layer_mape": found.mape_gemm,
         "repeat_mape": found.repeat_mape,
-        "warning": _unsteady(found),
+        "warning": unsteady(found),
         "held_out": found.table(),
     }
 
@@ -114,7 +114,7 @@ def _print(found: Calibration, save: Path | None) -> None:
         style="dim",
     )
     console.print(_reach(found), style="dim")
-    if words := _unsteady(found):
+    if words := unsteady(found):
         console.print(f"\n{words}", style="yellow", markup=False)
     if save is None:
         console.print("\n--save hardware.json keeps the rates, for --hardware hardware.json.", markup=False)
@@ -126,7 +126,7 @@ _STEADY = 0.2
 """Difference of the two halves of the rounds up to which rates are worth planning with."""
 
 
-def _unsteady(found: Calibration) -> str:
+def unsteady(found: Calibration) -> str:
     """Return a warning if the machine varied so much that its rates say little; else ""."""
     if found.repeat_mape <= _STEADY:
         return ""

@@ -40,7 +40,7 @@ STATES, NO_PLAN, BOUND, SLOWER, SAME, INDIVISIBLE = (
     "no plan keeps within the memory of a GPU",
     "even the lower bound is slower than those kept",
     "slower than those kept",
-    "planned as one of them, which has less cp and more dp",
+    "the same plan as one of these, which has less cp and more dp",
     "the model can't be divided so",
 )
 
@@ -163,20 +163,13 @@ def sweep(
         if row.plan is None:
             left_out[NO_PLAN] += 1
             continue
-        found = _swept(row, documents, cost=cost, mesh=mesh, bound_s=bound)
-        if (
-            same := next((place for place, one in enumerate(best) if _is_same(one, found)), None)
-        ) is not None:
-            left_out[SAME] += 1
-            best[same] = min(best[same], found, key=lambda swept: swept.mesh.cp)
-            continue
-        best.append(found)
-        best.sort(key=lambda swept: -swept.tokens_per_s)
+        best.append(_swept(row, documents, cost=cost, mesh=mesh, bound_s=bound))
+        best = _distinct(best, left_out)
         left_out[SLOWER] += len(best) > most
         del best[most:]
     on_progress(len(waiting), len(waiting), "planning with more chunks a stage")
     best = [_with_best_chunks(swept, method, cost, repairs) for swept in best]
-    best.sort(key=lambda swept: -swept.tokens_per_s)
+    best = _distinct(best, left_out)
     on_progress(len(waiting), len(waiting), "planned")
     return PlanSweep(
         name=name,
@@ -210,13 +203,24 @@ def _why_not(cost: CostModel, mesh: Mesh) -> str:
     return STATES if states > cost.limit_bytes else ""
 
 
+def _distinct(best: list[SweptMesh], left_out: Counter[str]) -> list[SweptMesh]:
+    """Return meshes from the fastest on, of those with the same plan the one with the least cp; count the others."""
+    kept: list[SweptMesh] = []
+    for swept in sorted(best, key=lambda swept: swept.mesh.cp):
+        if any(_is_same(one, swept) for one in kept):
+            left_out[SAME] += 1
+        else:
+            kept.append(swept)
+    return sorted(kept, key=lambda swept: -swept.tokens_per_s)
+
+
 def _is_same(one: SweptMesh, other: SweptMesh) -> bool:
     """Return whether two meshes have the same plan: ranks that share every document, as dp or as cp."""
     assert one.figures.timeline is not None
     assert other.figures.timeline is not None
     return (
         one.documents is other.documents
-        and (one.mesh.pp, one.mesh.tp) == (other.mesh.pp, other.mesh.tp)
+        and replace(one.mesh, dp=1, cp=1) == replace(other.mesh, dp=1, cp=1)
         and math.isclose(one.figures.step_s, other.figures.step_s, rel_tol=1e-9)
         and math.isclose(one.figures.timeline.peak_bytes, other.figures.timeline.peak_bytes, rel_tol=1e-9)
     )
