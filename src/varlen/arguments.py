@@ -17,6 +17,7 @@ from varlen.errors import SettingError
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 LARGEST = 2**31 - 1  # longest document, largest capacity and most documents in one call: what an int32 holds
+MEMORY_FRACTION = 0.92  # share of a GPU's memory that plans may use, unless a setting says another
 
 
 def as_count(value: object, name: str, least: int = 1, most: int = LARGEST) -> int:

@@ -11,7 +11,9 @@ from tests.support.command_line import refusal
 from tests.support.offline_packs import write_texts
 
 from varlen.arguments import as_tokens
+from varlen.cli.calibrate import unsteady
 from varlen.cli.plan_job import counted, mesh_of
+from varlen.cost.hardware import Hardware
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.report.plan import stretched
@@ -206,7 +208,14 @@ def test_a_configuration_of_transformers_is_a_model(plan, tmp_path):
         (("lengths.npz", "--sweep", "-o", "r.html"), "--sweep prints meshes and writes no r.html; leave out -o"),
         (("lengths.npz", "--sweep", "--method", "packed", "--method", "sliced"), "--sweep plans by one --method"),
         (("lengths.npz", "--calibrate"), "--calibrate only measures, and doesn't plan; leave out lengths.npz"),
-        (("gone.npz",), "gone.npz"),
+        (("lengths.npz", "--tokens", "-1"), "--tokens is how many are trained in all, a number above 0; got -1"),
+        (("lengths.npz", "--steps", "0"), "--steps must be at least 1; got 0"),
+        (("lengths.npz", "--step", "2", "--documents", "20", "--steps", "2"), "--step 3 isn't there"),
+        (("lengths.npz", "--sweep", "--steps", "2"), "--sweep plans one step on many meshes, and was given"),
+        (("lengths.npz", "--sweep", "--tokens", "9"), "was given --tokens 9; leave out --tokens"),
+        (("lengths.npz", "--memory-fraction", "2"), "memory_fraction=2.0; it must be above 0 and at most 1"),
+        (("gone.npz",), "gone.npz does not exist; lengths are read from an .npz with `lengths`, an .npy, or a .txt"),
+        (("lengths.csv",), "lengths.csv has a column of lengths, and lengths are read from an .npz with `lengths`"),
         (("zeros.npy",), "every document is empty"),
         (("floats.npy",), "floats.npy must hold lengths, a row of whole numbers from 0; it holds float64"),
         (("broken.npy",), "broken.npy is not a readable .npy file"),
@@ -214,6 +223,7 @@ def test_a_configuration_of_transformers_is_a_model(plan, tmp_path):
 )  # fmt: skip
 def test_bad_input_ends_in_one_sentence(plan, tmp_path, arguments, said):
     np.save(tmp_path / "zeros.npy", np.zeros(3, int))
+    (tmp_path / "lengths.csv").write_text("name,lengths\na,12\n")
     np.save(tmp_path / "floats.npy", np.ones(3))
     (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY broken")
 
@@ -230,7 +240,42 @@ def test_a_step_that_no_method_holds_prints_the_reasons_and_ends_with_code_2(pla
     assert code == 2
     assert "parameters, gradients and optimizer states take" in out
     assert said == "varlen: no method has a plan for this step on this mesh; the reasons stand above\n"
+    assert (
+        "No mesh of 2 GPUs holds the model's states: more GPUs may hold it, or --sharding parameters." in out
+    )
     assert (tmp_path / "r.html").exists()
+
+
+def test_a_sweep_is_named_only_where_another_mesh_may_hold_the_step(plan):
+    model = ("lengths.npz", "--method", "packed", "--documents", 4, "--capacity", "1k")
+
+    alone = plan(*model, "--model", "llama-2-13b", "--gpus", 1)[1]
+    divided = plan(*model, "--model", "llama-2-13b", "--gpus", 8)[1]
+
+    assert alone.endswith("More GPUs, a smaller --capacity or fewer --documents may hold it.\n")
+    assert divided.endswith("--sweep looks for a mesh of 8 GPUs that holds the step.\n")
+
+
+def test_memory_that_plans_may_use_is_an_option_and_stands_in_the_table_to_train_so(plan):
+    found = json.loads(
+        plan(
+            "lengths.npz",
+            *JOB,
+            "--method",
+            "packed",
+            "--memory-fraction",
+            "0.5",
+            "--recompute",
+            "full",
+            "--json",
+        )[1]
+    )
+
+    assert found["limit_bytes"] == 0.5 * found["memory_bytes"] == 40e9
+    assert found["train"].splitlines() == [
+        "[plan]", 'method = "packed"', "pp = 2", "tp = 8", 'hardware = "h100"', 'recompute = "full"',
+        "memory_fraction = 0.5", "[run]", 'parallel = "ddp"', 'precision = "bf16"',
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -375,6 +420,7 @@ def planning(verb, folder):
         (("--sweep",), "--sweep"),
         (("--method", "packed"), "--method"),
         (("--price", "2"), "--price"),
+        (("--tokens", "2"), "--tokens"),
     ],
 )
 def test_what_measuring_does_not_take_is_refused(plan, given, named):
@@ -427,6 +473,19 @@ def test_a_machine_is_measured_and_its_rates_plan_a_step(plan, tmp_path):
         f"predict shapes that they weren't fitted to within {attention} (attention) and {rest} (the rest"
         in said
     )
+
+
+def test_rates_of_a_machine_that_varied_are_not_to_be_planned_with():
+    from varlen.runtime.calibrate import Calibration
+
+    steady, varied = (
+        Calibration(hardware=Hardware.named("h100"), held_out=(), rounds=2, repeat_mape=apart)
+        for apart in (0.05, 1.496)
+    )
+
+    assert unsteady(steady) == ""
+    said = unsteady(varied).replace("\N{NO-BREAK SPACE}", " ")
+    assert said.startswith("Don't plan with these rates: the two halves of the rounds differ by 149.6 %, so")
 
 
 def test_the_share_of_one_tensor_parallel_gpu_has_its_heads_and_columns():

@@ -22,9 +22,17 @@ from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.report.page import duration, share, times
-from varlen.report.plan import METHODS, baseline, compare, headline, other_choices, planned, step_documents
+from varlen.report.plan import (
+    METHODS,
+    baseline,
+    compare,
+    headline,
+    other_choices,
+    planned,
+    step_documents,
+)
 from varlen.report.plan_page import drawn_ranks, plan_page
-from varlen.report.plan_table import plan_table, truncation
+from varlen.report.plan_table import costs, plan_table, truncation
 from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh
 
@@ -131,10 +139,20 @@ def test_truncation_is_counted_and_said():
     step = step_documents(LENGTHS, documents=40, step=0, capacity=10**6, seed=0)
     over = step.lengths > 4_096
 
-    assert found.truncated_documents == over.sum() > 0
-    assert found.truncated_tokens == (step.lengths[over] - 4_096).sum()
+    assert found.documents.truncated_documents == over.sum() > 0
+    assert found.documents.truncated_tokens == (step.lengths[over] - 4_096).sum()
     assert f"{over.sum()} documents longer than 4,096 were truncated: " in truncation(found)
     assert truncation(comparison(capacity=65_536)) == ""
+
+
+def test_memory_that_is_kept_free_is_said_with_its_reason():
+    found = comparison()
+    memory = dict(costs(found))["memory"]
+
+    assert memory.endswith(
+        "of 73.6 GB that a plan may use. The other 6.4 GB of 80.0 GB are kept free for the allocator and NCCL; a "
+        "smaller --memory-fraction keeps more"
+    )
 
 
 def test_the_headline_speaks_of_the_best_other_method_first_and_then_of_tuned_packs():
@@ -146,11 +164,12 @@ def test_the_headline_speaks_of_the_best_other_method_first_and_then_of_tuned_pa
     assert baseline(found) is second
     assert second.name not in ("packed", "packed_tuned")
     assert headline(found) == (
-        f"{duration(best.step_s)} a step with {best.title}: {said_of(best, second)}, the best other method, and "
+        f"{duration(best.step_s)} a step with {best.title}: on this mesh {said_of(best, second)}, the best other "
+        "method, and "
         f"{said_of(best, packs)}."
     )
     first = replace(found, methods=(best, packs))
-    assert headline(first).endswith(f": {said_of(best, packs)}, the best other method.")
+    assert headline(first).endswith(f": on this mesh {said_of(best, packs)}, the best other method.")
     assert baseline(alone) is None
     assert "times the lower bound" in headline(alone)
 
@@ -232,7 +251,11 @@ def test_the_page_and_the_table_say_that_figures_are_simulated_and_with_which_ra
     step = step_documents(LENGTHS, documents=8, step=0, capacity=4_096, seed=0)
     measured = COST.replace(hardware=replace(COST.hardware, held_out_errors=(0.052, 0.031)))
     said = {
-        "with tables of rates of h100; --calibrate measures those of your GPUs.": COST,
+        "with tables of rates of h100 (attention: FlashAttention 3, at best 720 TFLOP/s forward, 640 backward); "
+        "--calibrate measures those of your GPUs.": COST,
+        "with tables of rates of mine; --calibrate": COST.replace(
+            hardware=replace(COST.hardware, name="mine", source="measured")
+        ),
         "with rates that --calibrate measured. The rates of h100 predict": measured,
         "at one rate of h100 for all FLOPs, as papers count.": COST.replace(mode="flops"),
     }
@@ -283,7 +306,10 @@ def test_packs_as_they_come_are_not_compared_where_ranks_have_no_pack():
     idle = int((alone.best.plan.forward.counts == 0).sum())
     assert idle > 0
     assert found.method("packed").timeline is None
-    assert found.method("packed").refusal.startswith(f"{idle} of 32 data-parallel ranks would have no pack")
+    assert found.method("packed").refusal == (
+        f"{idle} of 32 data-parallel ranks would have no pack; more --documents or a smaller --capacity make more "
+        "packs"
+    )
     assert all(row.plan for row in found.methods if row.name != "packed")
 
 
@@ -313,7 +339,8 @@ def test_a_headline_does_not_call_a_rival_slower_that_is_as_fast():
 
     assert (
         headline(found)
-        == f"{duration(best.step_s)} a step with {best.title}: no faster than equal slices, the best other method."
+        == f"{duration(best.step_s)} a step with {best.title}: on this mesh no faster than equal slices, the best "
+        "other method."
     )
 
 

@@ -13,7 +13,7 @@ from varlen.errors import SettingError
 from varlen.plan.bound import lower_bound
 from varlen.report.page import duration
 from varlen.report.plan import compare, step_documents
-from varlen.report.plan_sweep import BOUND, NO_PLAN, STATES, meshes, sweep, sweep_table
+from varlen.report.plan_sweep import BOUND, NO_PLAN, SAME, STATES, meshes, sweep, sweep_table
 
 COST = CostModel(model=ModelShape.named("llama-2-7b"), hardware=Hardware.named("h100"))
 LENGTHS = np.random.default_rng(0).lognormal(7.5, 1.3, 60).clip(16, 40_000).astype(np.int64)
@@ -78,6 +78,19 @@ def test_a_sweep_says_why_meshes_have_no_plan():
     assert "No mesh of these GPUs holds this step." in text
     assert f"{found.num_meshes}: {STATES}" in text
     assert NO_PLAN not in text
+
+
+def test_a_sweep_lists_a_plan_once_though_ranks_share_documents_as_dp_and_as_cp():
+    step = step_documents(np.array([40_000, *LENGTHS[:2]]), documents=3, step=0, capacity=40_000, seed=None)
+
+    found = sweep([step], cost=COST, num_gpus=4)
+
+    figures = [(one.mesh.pp, one.mesh.tp, one.figures.step_s) for one in found.best]
+    assert len(figures) == len(set(figures))
+    assert dict(found.left_out)[SAME] > 0
+    twins = [mesh for mesh in meshes(COST, 4, "optimizer") if mesh.pp == 2 and mesh.tp == 1]
+    assert sorted(mesh.cp for mesh in twins) == [1, 2]
+    assert [one.mesh.cp for one in found.best if (one.mesh.pp, one.mesh.tp) == (2, 1)] == [1]
 
 
 def test_a_sweep_is_printed_with_the_fastest_first():

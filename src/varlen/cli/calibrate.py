@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from varlen.cli.options import print_json
 from varlen.cli.progress import require_training, wide_console
 from varlen.errors import SettingError
+from varlen.report.page import share
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -89,6 +90,7 @@ def _as_json(found: Calibration) -> dict[str, object]:
         "attention_mape": found.mape_attention,
         "layer_mape": found.mape_gemm,
         "repeat_mape": found.repeat_mape,
+        "warning": unsteady(found),
         "held_out": found.table(),
     }
 
@@ -96,8 +98,6 @@ def _as_json(found: Calibration) -> dict[str, object]:
 def _print(found: Calibration, save: Path | None) -> None:
     """Print predicted and measured seconds, and the errors."""
     from rich.padding import Padding
-
-    from varlen.report.page import share
 
     console = wide_console()
     console.print(
@@ -114,10 +114,26 @@ def _print(found: Calibration, save: Path | None) -> None:
         style="dim",
     )
     console.print(_reach(found), style="dim")
+    if words := unsteady(found):
+        console.print(f"\n{words}", style="yellow", markup=False)
     if save is None:
         console.print("\n--save hardware.json keeps the rates, for --hardware hardware.json.", markup=False)
     else:
         console.print(f"\n{save} holds the rates, for --hardware {save}.", markup=False)
+
+
+_STEADY = 0.2
+"""Difference of the two halves of the rounds up to which rates are worth planning with."""
+
+
+def unsteady(found: Calibration) -> str:
+    """Return a warning if the machine varied so much that its rates say little; else ""."""
+    if found.repeat_mape <= _STEADY:
+        return ""
+    return (
+        f"Don't plan with these rates: the two halves of the rounds differ by {_joined(share(found.repeat_mape))}, "
+        "so something else ran on this machine. Measure again while it is idle, with more --seconds."
+    )
 
 
 def _joined(words: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from varlen.arguments import as_tokens
+from varlen.arguments import MEMORY_FRACTION, as_tokens
 from varlen.cli.options import FiguresAsJson, option_in, output_option, title_of
 from varlen.counts import many
 from varlen.errors import SettingError
@@ -38,15 +38,18 @@ def plan(
     sharding: ShardingName = "optimizer",
     hardware: HardwareName = "h100",
     recompute: RecomputeName = "auto",
+    memory_fraction: MemoryFraction = MEMORY_FRACTION,
     capacity: Capacity = None,
     stretch: Stretch = False,
     documents: StepSize = 512,
     step: Step = 0,
+    steps: StepCount = 1,
     seed: Seed = 0,
     in_order: InOrder = False,
     method: Methods = None,
     rates: RatesName = "calibrated",
     price: Price = None,
+    tokens: Tokens = None,
     sweep: Sweep = False,
     calibrate: Calibrate = False,
     seconds: Seconds = None,
@@ -71,35 +74,40 @@ def plan(
         from varlen.cli.calibrate import calibrated, check_no_others
 
         others = {"-o": output, "--trace": trace, "--sweep": sweep or None, "--method": method}
-        check_no_others(data, others | {"--price": price})
+        check_no_others(data, others | {"--price": price, "--tokens": tokens})
         calibrated(model, tp, 20.0 if seconds is None else seconds, save=save, as_json=as_json)
         return
     named = _named(data, seconds)
     outputs = {"output": output, "trace": trace, "save": save}
     check_outputs(outputs, named, sweep=sweep)
-    cost = _cost_of(model, hardware, rates, recompute)
+    cost = _cost_of(model, hardware, rates, recompute, memory_fraction)
     axes: dict[str, Any] = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_stages": virtual_stages}
     division = _division(gpus, axes, sharding, sweep=sweep)
-    drawn = {"documents": documents, "step": step, "seed": None if in_order else seed}
+    _check_several(steps, tokens, sweep=sweep)
+    drawn = {"documents": documents, "seed": None if in_order else seed}
     capacities = _capacities(capacity, sweep=sweep)
-    settings = division | _settings(method, sharding, price, repairs=recompute == "auto", sweep=sweep)
+    settings = division | _settings(method, sharding, price, tokens, repairs=recompute == "auto", sweep=sweep)
     with progress() as on_progress:
         lengths, are_bytes = _lengths(named, reading, on_progress)
-        steps = _steps(lengths, capacities, drawn)
+        found = _steps(lengths, capacities, range(step, step + steps), drawn)
         settings |= {"name": title_of(named), "are_bytes": are_bytes, "on_progress": on_progress}
-        settings["cost"] = _with_positions(cost, steps, stretch=stretch)
+        settings["cost"] = cost = _with_positions(cost, found, stretch=stretch)
         if sweep:
             from varlen.report.plan_sweep import sweep as find
 
-            swept = find(steps, **settings)
+            swept = find(found, **settings)
         else:
             from varlen.report.plan import compare
 
-            compared = compare(steps[0], **settings)
+            fixed = {} if recompute == "auto" else {"recompute": recompute}
+            if memory_fraction != MEMORY_FRACTION:
+                fixed["memory_fraction"] = memory_fraction
+            told = {"tokens": tokens, "settings": {"hardware": hardware, **fixed}}
+            compared = compare(found[0], more=found[1:], **settings, **told)
     if sweep:
         show_sweep(swept, as_json=as_json)
     else:
-        show(compared, outputs, as_json=as_json)
+        show(compared, outputs, cost, as_json=as_json)
 
 
 def _named(data: list[str] | None, seconds: float | None) -> list[str]:
@@ -114,7 +122,20 @@ def _named(data: list[str] | None, seconds: float | None) -> list[str]:
     return data
 
 
-def _cost_of(model: str, hardware: str, rates: str, recompute: str) -> CostModel:
+def _check_several(steps: int, tokens: float | None, *, sweep: bool) -> None:
+    """Refuse what a sweep doesn't take, and fewer steps than one."""
+    if steps < 1:
+        raise SettingError(f"--steps must be at least 1; got {steps}")
+    given = f"--steps {steps}" if steps > 1 else f"--tokens {tokens:g}" if tokens is not None else ""
+    if sweep and given:
+        option = given.partition(" ")[0]
+        raise SettingError(
+            f"--sweep plans one step on many meshes, and was given {given}; leave out {option}, and plan the mesh "
+            "that you choose with it"
+        )
+
+
+def _cost_of(model: str, hardware: str, rates: str, recompute: str, memory_fraction: float) -> CostModel:
     """Return the cost model that arguments name."""
     from varlen.cli.plan_job import hardware_of, model_of
     from varlen.cost.model import CostModel, Mode
@@ -131,20 +152,24 @@ def _cost_of(model: str, hardware: str, rates: str, recompute: str) -> CostModel
         hardware=hardware_of(hardware),
         mode=cast("Mode", rates),
         recompute=cast("Recompute", "none" if recompute == "auto" else recompute),
+        memory_fraction=memory_fraction,
     )
 
 
 def _with_positions(cost: CostModel, steps: list[StepDocuments], *, stretch: bool) -> CostModel:
     """Return the cost model; with `stretch`, its model's positions are stretched to the longest document."""
+    import numpy as np
+
     positions = cost.model.max_positions
-    largest = max(steps, key=lambda step: step.capacity)
-    longest = int(largest.lengths.max())
+    capacity = max(step.capacity for step in steps)
+    lengths = np.concatenate([step.lengths for step in steps if step.capacity == capacity])
+    longest = int(lengths.max())
     if positions is None or longest <= positions:
         return cost
     if not stretch:
-        over = int((largest.lengths > positions).sum())
+        over = int((lengths > positions).sum())
         raise SettingError(
-            f"{over:,} of {many(largest.lengths.size, 'document')} {'is' if over == 1 else 'are'} longer than the "
+            f"{over:,} of {many(lengths.size, 'document')} {'is' if over == 1 else 'are'} longer than the "
             f"{positions:,} positions of {cost.model.name or 'the model'}, the longest {longest:,} tokens; plan as "
             f"if its positions were stretched with --stretch, or truncate documents with --capacity {positions}"
         )
@@ -168,13 +193,19 @@ def _division(gpus: int | None, axes: dict[str, Any], sharding: str, *, sweep: b
 
 
 def _settings(
-    method: list[str] | None, sharding: str, price: float | None, *, repairs: bool, sweep: bool
+    method: list[str] | None,
+    sharding: str,
+    price: float | None,
+    tokens: float | None,
+    *,
+    repairs: bool,
+    sweep: bool,
 ) -> dict[str, Any]:
     """Return the methods and settings of planning."""
     from varlen.report.plan import METHODS, check_methods, check_price
 
     check_methods(method or ())
-    check_price(price)
+    check_price(price, tokens)
     settings: dict[str, Any] = {"repairs": repairs, "price": price}
     if not sweep:
         # Whoever names methods wants these alone, and sooner.
@@ -208,12 +239,16 @@ def _lengths(
 
 
 def _steps(
-    lengths: npt.NDArray[np.int64], capacities: list[int], drawn: dict[str, Any]
+    lengths: npt.NDArray[np.int64], capacities: list[int], steps: range, drawn: dict[str, Any]
 ) -> list[StepDocuments]:
-    """Take the documents of one step at each capacity."""
+    """Take the documents of the steps at each capacity."""
     from varlen.report.plan import step_documents
 
-    return [step_documents(lengths, capacity=capacity, **drawn) for capacity in capacities]
+    return [
+        step_documents(lengths, capacity=capacity, step=step, **drawn)
+        for capacity in capacities
+        for step in steps
+    ]
 
 
 # The options of `varlen plan`: the job, its steps, the methods and the outputs.
@@ -256,6 +291,14 @@ RecomputeName = Annotated[
         "or full.",
     ),
 ]
+MemoryFraction = Annotated[
+    float,
+    job_option(
+        "--memory-fraction",
+        metavar="F",
+        help="Share of a GPU's memory that plans may use, as plan.memory_fraction of [bold]varlen train[/].",
+    ),
+]
 Capacity = Annotated[
     list[str] | None,
     steps_option(
@@ -272,6 +315,14 @@ Stretch = Annotated[
     ),
 ]
 Step = Annotated[int, steps_option(metavar="N", help="Which step is planned, from 0.")]
+StepCount = Annotated[
+    int,
+    steps_option(
+        "--steps",
+        metavar="N",
+        help="Steps from --step on that the fastest method plans: mean, least and most of time, rate and cost.",
+    ),
+]
 Seed = Annotated[int, steps_option(help="Of the order of documents.")]
 InOrder = Annotated[bool, steps_option("--in-order", help="Take documents as they come.")]
 Methods = Annotated[
@@ -293,6 +344,14 @@ Price = Annotated[
     float | None,
     planning_option(
         metavar="P", help="What a GPU-hour costs, in any currency: adds the price of 10⁹ tokens to GPU-hours."
+    ),
+]
+Tokens = Annotated[
+    float | None,
+    planning_option(
+        "--tokens",
+        metavar="T",
+        help="Tokens of the whole training, such as 20e9: adds its GPU-hours, days and, with --price, money.",
     ),
 ]
 Sweep = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from varlen.cost.hardware import Hardware
+    from varlen.cost.model import CostModel
     from varlen.cost.shape import ModelShape
     from varlen.report.plan import PlanComparison
     from varlen.report.plan_sweep import PlanSweep
@@ -89,18 +91,37 @@ def hardware_of(words: str) -> Hardware:
 
 # Lengths that were counted before: an `.npy` or `.npz` file, or a text of one whole number per line.
 
+_FORMS = "lengths are read from an .npz with `lengths`, an .npy, or a .txt of one number a line"
 _MOST_DIGITS = 18
 """Of a number that int64 holds."""
+_MOST_OF_NAMES = 10_000
+"""Characters of a table's first line in which a column of lengths is looked for."""
 
 
 def counted(data: Sequence[str]) -> Lengths | None:
     """Return the lengths that one file holds, or None where arguments name something else."""
-    if len(data) != 1 or not Path(data[0]).is_file():
+    if len(data) != 1:
         return None
     path = Path(data[0])
+    if path.suffix in (".npz", ".npy") and not path.exists():
+        raise SourceError(f"{path} does not exist; {_FORMS}")
+    if not path.is_file():
+        return None
     if path.suffix == ".npz":
         return _stored(path)
+    if path.suffix in (".csv", ".tsv"):
+        _check_no_column(path)
     return _array(path) if path.suffix == ".npy" else _lines(path) if path.suffix == ".txt" else None
+
+
+def _check_no_column(path: Path) -> None:
+    """Refuse a table of lengths, which would be read as documents without a text."""
+    first = ""
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        first = file.readline(_MOST_OF_NAMES)
+    names = {name.strip().strip('"\ufeff') for name in first.replace("\t", ",").split(",")}
+    if names & {"length", "lengths"} and not names & {"text", "messages", "input_ids"}:
+        raise SourceError(f"{path} has a column of lengths, and {_FORMS}; write the column as a .txt")
 
 
 def _array(path: Path) -> Lengths:
@@ -207,7 +228,7 @@ def check_outputs(outputs: dict[str, Path | None], data: list[str], *, sweep: bo
             taken[whole] = f"written by {_OPTIONS[name]}"
 
 
-def show(found: PlanComparison, outputs: dict[str, Path | None], *, as_json: bool) -> None:
+def show(found: PlanComparison, outputs: dict[str, Path | None], cost: CostModel, *, as_json: bool) -> None:
     """Write what was asked for, and print the figures."""
     try:
         _write(found, outputs)
@@ -218,7 +239,7 @@ def show(found: PlanComparison, outputs: dict[str, Path | None], *, as_json: boo
     else:
         from varlen.report.plan_table import plan_table
 
-        _print(plan_table(found), _ways_on(found, outputs))
+        _print(plan_table(found), _ways_on(found, outputs, cost))
     if found.best is None:
         raise PlanError("no method has a plan for this step on this mesh; the reasons stand above")
 
@@ -260,12 +281,12 @@ def _print(table: RenderableType, last: str) -> None:
     console.print(f"\n{last}", markup=False)
 
 
-def _ways_on(found: PlanComparison, outputs: dict[str, Path | None]) -> str:
+def _ways_on(found: PlanComparison, outputs: dict[str, Path | None], cost: CostModel) -> str:
     """Return the sentences below the table: which files were written, or which options to try next."""
     if found.best is None:
         report = outputs["output"]
         written = "" if report is None else f"{report} says so too; nothing else was written.\n"
-        return f"{written}--sweep looks for a mesh of {many(found.mesh.num_gpus, 'GPU')} that holds the step."
+        return written + _what_may_hold(found.mesh, cost)
     contents = {
         "output": "shows the timelines",
         "trace": "holds the fastest plan's timeline, for https://ui.perfetto.dev",
@@ -284,14 +305,29 @@ def _ways_on(found: PlanComparison, outputs: dict[str, Path | None]) -> str:
     return "\n".join(lines)
 
 
+def _what_may_hold(mesh: Mesh, cost: CostModel) -> str:
+    """Name what may hold a step that has no plan on a mesh: another one, if any has room for the model's states."""
+    from varlen.report.plan_sweep import may_hold
+
+    if mesh.num_gpus > 1 and may_hold(cost, mesh.num_gpus, mesh.sharding):
+        return f"--sweep looks for a mesh of {many(mesh.num_gpus, 'GPU')} that holds the step."
+    if mesh.num_gpus > 1 and mesh.sharding != "parameters":
+        return f"No mesh of {mesh.num_gpus:,} GPUs holds the model's states: {_MORE_GPUS_OR_SHARDING}"
+    return _MORE_GPUS
+
+
+_MORE_GPUS = "More GPUs, a smaller --capacity or fewer --documents may hold it."
+_MORE_GPUS_OR_SHARDING = "more GPUs may hold it, or --sharding parameters."
+
+
 def _next_command(found: PlanSweep) -> str:
     """Name the options that plan the fastest mesh, or what could hold the step."""
     from varlen.report.plan_sweep import STATES
 
     if not found.best:
         if {why for why, _ in found.left_out} <= {STATES}:
-            return "More GPUs may hold it, or --sharding parameters."
-        return "More GPUs, a smaller --capacity or fewer --documents may hold it."
+            return _MORE_GPUS_OR_SHARDING.capitalize()
+        return _MORE_GPUS
     mesh = found.best[0].mesh
     axes = ("pp", "cp", "tp", "virtual_stages")
     options = [

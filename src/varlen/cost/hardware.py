@@ -168,6 +168,15 @@ class Hardware:
             f"(attention) and {100 * rest:.1f} % (the rest of a layer)."
         )
 
+    @property
+    def published_kernel(self) -> str:
+        """The attention kernel of published rates, and the TFLOP/s that it reaches at best; "" for measured rates."""
+        known = MACHINES.get(self.name)
+        if known is None or known.source != self.source:
+            return ""
+        forward, backward = known.forward[0], known.backward[0]
+        return f"{known.kernel}, at best {forward:,.0f} TFLOP/s forward, {backward:,.0f} backward"
+
     def __post_init__(self) -> None:
         for name in ("name", "source"):
             if not isinstance(getattr(self, name), str):
@@ -255,6 +264,8 @@ class Machine(NamedTuple):
     """Numbers of one kind of GPU, from which `Hardware.named` makes tables."""
 
     source: str
+    kernel: str
+    """Whose rates those of attention are."""
     memory_bytes: float
     memory_bytes_per_s: float
     gpus_per_node: int
@@ -289,6 +300,7 @@ _H100: Final = Machine(
     "600·n/(n+512) TFLOP/s, a planning default; measured layers of transformers reach 98 to 104 % of that from 2K "
     "rows on forward, 84 to 90 % backward. 80 GB, 3.35 TB/s, 989 TFLOP/s dense bf16: NVIDIA's data sheet. "
     + _LINKS.format(network=50),
+    kernel="FlashAttention 3",
     memory_bytes=80e9,
     memory_bytes_per_s=3.35e12,
     gpus_per_node=8,
@@ -311,6 +323,7 @@ _A100: Final = Machine(
     "512 to 16K keys (Dao 2023, arXiv 2307.08691), met within 6 %; the two passes apart, and rows scaled from the "
     "H100's by multiprocessors (108 of 132), are assumptions. Matrix products: 230·n/(n+420) TFLOP/s, a planning "
     "default. 80 GB, 2.04 TB/s, 312 TFLOP/s: NVIDIA's data sheet. " + _LINKS.format(network=25),
+    kernel="FlashAttention 2",
     memory_bytes=80e9,
     memory_bytes_per_s=2.04e12,
     gpus_per_node=8,
@@ -327,6 +340,7 @@ _TIMES_H100: Final = 2250.0 / 989.0
 _B200: Final = Machine(
     source="NOT MEASURED: the H100's rates times 2.28, the ratio of dense bf16 peaks (2,250 and 989 TFLOP/s), with "
     "the same half-saturation. 180 GB, 8 TB/s: NVIDIA's data sheet. " + _LINKS.format(network=50),
+    kernel="FlashAttention 3 on an H100, scaled and not measured",
     memory_bytes=180e9,
     memory_bytes_per_s=8e12,
     gpus_per_node=8,

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from varlen.arguments import in_words
+from varlen.arguments import MEMORY_FRACTION, in_words
 from varlen.cost import memory as memories
 from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable
 from varlen.cost.memory import (
@@ -82,7 +82,7 @@ class CostModel:
     gathered: Gathered = "unit"
     """How long parameters are whole that sharding="parameters" divides: while their layer runs, or all "step", as of
     `SliceEngine(gathered="step")`, which takes 6 bytes a parameter more and gathers and reduces only once."""
-    memory_fraction: float = 0.92
+    memory_fraction: float = MEMORY_FRACTION
     """Share of a GPU's memory that a plan may use; the allocator and libraries use the rest."""
     tp_overlap: float = 0.0
     """Share of tensor-parallel collectives hidden behind matrix products; frameworks that split products into tiles

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, cast, get_args
 
@@ -20,7 +21,7 @@ from varlen.plan.api import plan_step
 from varlen.plan.bound import least_possible, lower_bound
 from varlen.plan.micropack import narrowed
 from varlen.plan.search import Search
-from varlen.report.page import duration, ratio, times
+from varlen.report.page import duration, ratio, share, times
 from varlen.simulate.api import simulate
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import Mesh, Offload, PlanMethod, Recompute, Sharding, StepPlan, spread
@@ -92,6 +93,23 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlannedStep:
+    """Another step of the same data, planned as the fastest plan of the first one was."""
+
+    documents: StepDocuments
+    figures: MethodFigures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Spread:
+    """A figure over several steps."""
+
+    mean: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanComparison:
     """One step planned by several methods."""
 
@@ -102,17 +120,10 @@ class PlanComparison:
     hardware_source: str
     """The source of the hardware's rates."""
     mesh: Mesh
-    capacity: int
-    step: int
-    """Number of the step in the data, from 0."""
-    num_documents: int
-    num_tokens: int
-    """After truncation."""
-    longest: int
-    truncated_documents: int
-    truncated_tokens: int
-    """Tokens lost because their documents are longer than the capacity."""
+    documents: StepDocuments
     lower_bound_s: float
+    memory_bytes: float
+    """Memory of each GPU."""
     limit_bytes: float
     """Memory of each GPU that a plan may use."""
     model_flops: float
@@ -123,16 +134,39 @@ class PlanComparison:
     """From the fastest to the slowest, those without a plan last."""
     alternatives: tuple[Alternative, ...] = ()
     """Other choices than those of the fastest plan; none unless they were asked for."""
+    steps: tuple[PlannedStep, ...] = ()
+    """The step and those after it, by the fastest method; none unless several were asked for."""
     rates: Mode = "calibrated"
     """What seconds come from: tables of rates, or FLOPs alone."""
     price: float | None = None
     """What a GPU-hour costs, in the user's currency."""
+    tokens: float | None = None
+    """Tokens of the whole training, of which hours and days are wanted."""
+    settings: Mapping[str, str | int | float] = field(default_factory=dict)
+    """Settings of `[plan]`, by name, that are those of all methods and no axis of the mesh."""
+    kernel: str = ""
+    """The attention kernel of published rates, or ""."""
     are_bytes: bool = False
     """Whether lengths are in bytes, since no tokenizer was given."""
     estimated: str = ""
     """A sentence on the error of measured rates, or ""."""
     stretched: str = ""
     """A sentence on documents beyond the positions of the model's checkpoint, or ""."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that documents are truncated to."""
+        return self.documents.capacity
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, after truncation."""
+        return self.documents.num_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the step's longest document, after truncation."""
+        return int(self.documents.lengths.max())
 
     @property
     def best(self) -> MethodFigures | None:
@@ -148,7 +182,8 @@ class PlanComparison:
     @property
     def truncated_share(self) -> float:
         """Share of all tokens lost to truncation."""
-        return self.truncated_tokens / max(self.num_tokens + self.truncated_tokens, 1)
+        lost = self.documents.truncated_tokens
+        return lost / max(self.num_tokens + lost, 1)
 
     def method(self, name: str) -> MethodFigures | None:
         """Return the figures of one method, or None if it isn't among them."""
@@ -178,6 +213,41 @@ class PlanComparison:
         """Return GPU-hours of 10⁹ tokens of such steps; infinity without a plan."""
         return 1e9 * self.gpu_hours(row) / self.num_tokens
 
+    def over_steps(self) -> dict[str, Spread]:
+        """Return figures over several steps by their names in JSON; none unless several have a plan.
+
+        Means of rates and costs are those of all tokens of these steps together.
+        """
+        done = [one for one in self.steps if one.figures.timeline is not None]
+        if len(done) < 2:
+            return {}
+        sizes = [(one.documents.num_tokens, one.figures.step_s) for one in done]
+        each = [self._figures(*size) for size in sizes]
+        mean = self._figures(*np.mean(sizes, axis=0).tolist())
+        return {
+            name: Spread(
+                mean=value, least=min(one[name] for one in each), most=max(one[name] for one in each)
+            )
+            for name, value in mean.items()
+        }
+
+    def _figures(self, tokens: float, step_s: float) -> dict[str, float]:
+        rate = tokens / step_s / self.mesh.num_gpus
+        hours = 1e9 / rate / 3600
+        costs = {} if self.price is None else {"cost_per_billion_tokens": self.price * hours}
+        return {
+            "step_s": step_s,
+            "tokens": tokens,
+            "tokens_per_s_and_gpu": rate,
+            "gpu_hours_per_billion_tokens": hours,
+            **costs,
+        }
+
+    def training_hours(self, row: MethodFigures) -> float:
+        """Return GPU-hours of all tokens of the training, at the mean of several steps where they were planned."""
+        several = self.over_steps().get("gpu_hours_per_billion_tokens")
+        return (self.tokens or 0.0) / 1e9 * (several.mean if several else self.gpu_hours_per_billion(row))
+
     def margin_bytes(self, row: MethodFigures) -> float:
         """Return the bytes that the fullest GPU leaves of what a plan may use; 0 without a plan."""
         return 0.0 if row.timeline is None else self.limit_bytes - row.timeline.peak_bytes
@@ -195,19 +265,17 @@ class PlanComparison:
             "hardware_source": self.hardware_source,
             "rates": self.rates,
             "rates_error": self.estimated,
+            "attention": self.kernel,
             "gpus": self.mesh.num_gpus,
             "mesh": asdict(self.mesh),
             "capacity": self.capacity,
-            "step": self.step,
-            "documents": self.num_documents,
-            "tokens": self.num_tokens,
+            **self.documents.to_json(),
+            "sample": sampling(self.documents),
             "are_bytes": self.are_bytes,
-            "longest": self.longest,
-            "truncated_documents": self.truncated_documents,
-            "truncated_tokens": self.truncated_tokens,
             "truncated_share": self.truncated_share,
             "positions": self.stretched,
             "lower_bound_s": self.lower_bound_s,
+            "memory_bytes": self.memory_bytes,
             "limit_bytes": self.limit_bytes,
             "model_flops": self.model_flops,
             "peak_flops": self.peak_flops,
@@ -217,7 +285,25 @@ class PlanComparison:
                 {"choice": one.title, "mesh": asdict(one.mesh), **self._row(one.figures), **self._change(one)}
                 for one in self.alternatives
             ],
+            "steps": [
+                one.documents.to_json()
+                | (
+                    self._figures(one.documents.num_tokens, one.figures.step_s)
+                    if one.figures.timeline is not None
+                    else {"refusal": one.figures.refusal}
+                )
+                for one in self.steps
+            ],
+            "over_steps": {name: asdict(one) for name, one in self.over_steps().items()},
+            **({} if self.tokens is None or best is None else self._training(best)),
+            "train": None if best is None else training_table(self, best),
         }
+
+    def _training(self, best: MethodFigures) -> dict[str, Any]:
+        hours = self.training_hours(best)
+        money = {} if self.price is None else {"cost": self.price * hours}
+        days = hours / self.mesh.num_gpus / 24
+        return {"training": {"tokens": self.tokens, "gpu_hours": hours, "days": days, **money}}
 
     def _change(self, other: Alternative) -> dict[str, float]:
         planned = other.figures.timeline is not None
@@ -274,18 +360,21 @@ def compare(
     methods: Sequence[str] = METHODS,
     repairs: bool = True,
     name: str = "",
-    are_bytes: bool = False,
     alternatives: bool = False,
+    more: Sequence[StepDocuments] = (),
     price: float | None = None,
+    tokens: float | None = None,
     on_progress: OnProgress = lambda *_: None,
+    **told: Any,
 ) -> PlanComparison:
     """Plan one step by several methods, each at its best context parallelism, and simulate each plan.
 
-    With `alternatives`, the step is planned again with each single choice of the fastest plan changed.
+    With `alternatives`, the step is planned again with each single choice of the fastest plan changed; `more` steps
+    are planned by the fastest method. Other arguments are fields of `PlanComparison`.
     """
     check_methods(methods)
-    check_price(price)
-    rows, total = [], len(methods) * (2 if alternatives else 1)
+    check_price(price, tokens)
+    rows, total = [], len(methods) * (2 if alternatives else 1) + len(more)
     on_progress(0, total, "loading kernels")
     load_kernels(documents, methods, cost=cost, mesh=mesh)
     for done, method in enumerate(methods):
@@ -293,39 +382,40 @@ def compare(
         row = tuned(documents, method, cost=cost, mesh=mesh, repairs=repairs)
         rows.append(_at_work(row) if len(methods) > 1 else row)
     rows.sort(key=lambda row: row.step_s)
-    others = []
-    choices = list(other_choices(rows[0], cost, mesh)) if alternatives else []
+    best, others, steps = rows[0], [], [PlannedStep(documents=documents, figures=rows[0])] if more else []
+    choices = list(other_choices(best, cost, mesh)) if alternatives else []
     for done, (title, changed, other) in enumerate(choices):
         on_progress(len(methods) * (len(choices) + done) // len(choices), total, f"planning {title}")
         may_repair = repairs and changed is cost
-        row = tuned(documents, rows[0].name, cost=changed, mesh=other, repairs=may_repair)
+        row = tuned(documents, best.name, cost=changed, mesh=other, repairs=may_repair)
         others.append(Alternative(title=title, mesh=other, figures=row))
+    for done, step in enumerate(more if best.plan is not None else ()):
+        on_progress(total - len(more) + done, total, f"planning step {step.step:,}")
+        row = tuned(step, best.name, cost=cost, mesh=mesh, repairs=repairs)
+        steps.append(PlannedStep(documents=step, figures=row))
     on_progress(total, total, "planned")
-    longest = int(documents.lengths.max())
     return PlanComparison(
         name=name,
         model=cost.model.name or "a model",
         hardware=cost.hardware.name,
         hardware_source=cost.hardware.source,
         mesh=mesh,
-        capacity=documents.capacity,
-        step=documents.step,
-        num_documents=len(documents.lengths),
-        num_tokens=documents.num_tokens,
-        longest=longest,
-        truncated_documents=documents.truncated_documents,
-        truncated_tokens=documents.truncated_tokens,
+        documents=documents,
         lower_bound_s=lower_bound(documents.lengths, cost, mesh).seconds,
+        memory_bytes=float(cost.hardware.memory_bytes),
         limit_bytes=float(cost.memory(mesh).limit_bytes),
         model_flops=cost.flops(documents.lengths).model,
         peak_flops=1e12 * cost.hardware.peak_tflops * mesh.num_gpus,
         methods=tuple(rows),
         alternatives=tuple(others),
+        steps=tuple(steps),
         rates=cost.mode,
         price=price,
-        are_bytes=are_bytes,
+        tokens=tokens,
+        kernel=cost.hardware.published_kernel,
         estimated=cost.hardware.held_out,
-        stretched=stretched(cost.model, longest),
+        stretched=stretched(cost.model, int(documents.lengths.max())),
+        **told,
     )
 
 
@@ -461,14 +551,19 @@ def _at_work(row: MethodFigures) -> MethodFigures:
     return MethodFigures(
         name=row.name,
         planning_s=row.planning_s,
-        refusal=f"{idle:,} of {row.plan.mesh.dp:,} data-parallel ranks would have no pack",
+        refusal=f"{idle:,} of {row.plan.mesh.dp:,} data-parallel ranks would have no pack; more --documents or a "
+        "smaller --capacity make more packs",
     )
 
 
-def check_price(price: float | None) -> None:
-    """Refuse a price that is none."""
-    if price is not None and not 0 < price < math.inf:
-        raise SettingError(f"--price is what a GPU-hour costs, a number above 0; got {price:g}")
+def check_price(price: float | None, tokens: float | None = None) -> None:
+    """Refuse a price or a number of tokens that is none."""
+    for value, words in (
+        (price, "--price is what a GPU-hour costs"),
+        (tokens, "--tokens is how many are trained in all"),
+    ):
+        if value is not None and not 0 < value < math.inf:
+            raise SettingError(f"{words}, a number above 0; got {value:g}")
 
 
 def check_methods(methods: Sequence[str]) -> None:
@@ -503,7 +598,7 @@ def headline(comparison: PlanComparison) -> str:
         slower = f"{times(comparison.fastest_ratio(ours))} as long"
         return f"{duration(best.step_s)} a step with {at_cp(best)}; {ours.title} take {slower}."
     step = f"{duration(ours.step_s)} a step with {ours.title}"
-    words = f"{step}: {_beside(ours, other)}, the best other method"
+    words = f"{step}: on this mesh {_beside(ours, other)}, the best other method"
     if packs is None or packs.timeline is None or packs in (ours, other):
         return f"{words}."
     return f"{words}, and {_beside(ours, packs)}."
@@ -551,14 +646,72 @@ class StepDocuments:
     """int32 `[num_documents]`: after truncation, none of them 0."""
     capacity: int
     step: int
+    """Number of the step in the data, from 0."""
     truncated_documents: int
     truncated_tokens: int
-    """Tokens that truncation lost."""
+    """Tokens lost because their documents are longer than the capacity."""
+    num_steps: int
+    """Steps that the data has."""
+    mean_tokens: float
+    """Tokens of the average step of the data, after truncation."""
+    longest_of_all: int
+    """Tokens of the longest document of the data, after truncation."""
+    empty: int
+    """Documents of 0 tokens in the data, which no step holds."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the step, after truncation."""
         return int(self.lengths.sum(dtype=np.int64))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its figures as plain values."""
+        return {
+            "step": self.step,
+            "documents": len(self.lengths),
+            "tokens": self.num_tokens,
+            "longest": int(self.lengths.max()),
+            "truncated_documents": self.truncated_documents,
+            "truncated_tokens": self.truncated_tokens,
+            "data": {
+                "steps": self.num_steps,
+                "mean_tokens": self.mean_tokens,
+                "longest": self.longest_of_all,
+                "empty_documents": self.empty,
+            },
+        }
+
+
+def sampling(step: StepDocuments) -> str:
+    """Return how a step differs from the average of its data, and what plans another; "" if it is all of it."""
+    if step.num_steps == 1:
+        return ""
+    off = step.num_tokens / step.mean_tokens - 1
+    beside = f"{share(abs(off))} {'fewer' if off < 0 else 'more'} tokens than" if off else "as many tokens as"
+    longest = int(step.lengths.max())
+    return (
+        f"Step {step.step:,} is a sample, one of {many(step.num_steps, 'step')} of this data: it has {beside} their "
+        f"mean, {step.mean_tokens:,.0f}; its longest document has {longest:,}, that of the data "
+        f"{step.longest_of_all:,}. --step {(step.step + 1) % step.num_steps} plans another."
+    )
+
+
+def training_table(found: PlanComparison, row: MethodFigures) -> str:
+    """Return the tables of a configuration of `varlen train` that run such a plan."""
+    mesh = found.mesh
+    method = {_TUNED: _AS_THEY_COME}.get(row.name, row.name)
+    # Of MicroPacks the planner finds the context parallelism of each step.
+    cp = mesh.cp if row.name == "micropack" else max(row.cp, 1)
+    axes = {"pp": mesh.pp, "cp": cp, "tp": mesh.tp, "virtual_stages": mesh.virtual_stages}
+    plan: dict[str, Any] = {} if method == "micropack" else {"method": method}
+    plan |= {name: size for name, size in axes.items() if size > 1} | dict(found.settings)
+    parallel = {"parallel": "fsdp" if mesh.sharding == "parameters" else "ddp"} if mesh.num_gpus > 1 else {}
+    tables = {"plan": plan, "run": {**parallel, "precision": "bf16"}}
+    return "\n".join(
+        line
+        for name, table in tables.items()
+        for line in (f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()))
+    )
 
 
 def step_documents(
@@ -576,7 +729,7 @@ def step_documents(
         raise SettingError(
             f"every document is empty; there is nothing to plan ({many(given.size, 'length')}, all 0)"
         )
-    given = given[given > 0]
+    empty, given = int((given == 0).sum()), given[given > 0]
     num_steps = -(-given.size // documents)
     if not 0 <= step < num_steps:
         raise SettingError(
@@ -592,4 +745,8 @@ def step_documents(
         step=step,
         truncated_documents=int((mine > capacity).sum()),
         truncated_tokens=int((mine - truncated).sum()),
+        num_steps=num_steps,
+        mean_tokens=float(np.minimum(given, capacity).mean()) * min(documents, given.size),
+        longest_of_all=min(int(given.max()), capacity),
+        empty=empty,
     )

@@ -31,22 +31,24 @@ from varlen.report.page import (
     table,
     twice,
 )
-from varlen.report.plan import MethodFigures, PlanComparison, baseline, headline
+from varlen.report.plan import MethodFigures, PlanComparison, baseline, headline, training_table
 from varlen.report.plan_table import (
-    BYTES,
     CHOICES,
     GIVES,
+    OVER,
     TAKES,
     choices,
     costs,
     gives,
     mesh_words,
+    notes,
+    over_steps,
+    over_words,
     reading,
     refusals,
     setting,
     simulation,
     takes,
-    truncation,
 )
 from varlen.simulate.timeline import Timeline
 from varlen.step_plan import KINDS, MicroPacks
@@ -219,6 +221,9 @@ def plan_page(comparison: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
             )
         )
         parts.append(section("What the fastest plan costs", facts(costs(comparison))))
+    if comparison.over_steps():
+        several = _table(OVER, over_steps(comparison), marks_first=False)
+        parts.append(section("Over several steps", several, paragraph(over_words(comparison))))
     if comparison.alternatives:
         parts.append(
             section(
@@ -234,6 +239,8 @@ def plan_page(comparison: PlanComparison, most_tasks: int = MOST_TASKS) -> str:
             if row.timeline is not None
         ]
         parts.append(section("Timelines", _timelines(planned, drawn)))
+        tables = escape(training_table(comparison, planned[0]))
+        parts.append(section("To train so, with varlen train", f"<pre>{tables}</pre>"))
     parts.append(section("What was planned", facts(_facts(comparison))))
     if planned:
         parts.append(_script(comparison, planned, drawn))
@@ -246,8 +253,7 @@ def _style() -> str:
 
 def _opening(comparison: PlanComparison) -> str:
     best = comparison.best
-    notes = (truncation(comparison), BYTES if comparison.are_bytes else "", comparison.stretched)
-    warnings = "".join(paragraph(words, "warning") for words in notes if words)
+    warnings = "".join(paragraph(words, "warning") for words in notes(comparison))
     name = f" · {escape(comparison.name)}" if comparison.name else ""
     simulated = paragraph(simulation(comparison)) if best is not None else ""
     opening = (
@@ -261,7 +267,8 @@ def _numbers(comparison: PlanComparison, best: MethodFigures) -> list[tuple[str,
     """Return the fastest plan's figures that matter most."""
     assert best.timeline is not None
     tokens_per_s, hours = comparison.tokens_per_s(best), comparison.gpu_hours_per_billion(best)
-    money = "" if comparison.price is None else f", which cost {significant(comparison.price * hours)}"
+    price = comparison.price
+    money = "" if price is None else f", which cost {significant(price * hours)} at {price:g} a GPU-hour"
     return [
         ("varlen", duration(best.step_s), f"a step, simulated, with {best.title}"),
         (
@@ -282,7 +289,7 @@ def _numbers(comparison: PlanComparison, best: MethodFigures) -> list[tuple[str,
             "",
             size(best.timeline.peak_bytes),
             f"on the fullest GPU, of {size(comparison.limit_bytes)} that a plan may use; "
-            f"{size(comparison.margin_bytes(best))} stay free",
+            f"{size(comparison.memory_bytes - comparison.limit_bytes)} more are kept free",
         ),
     ]
 
@@ -319,10 +326,10 @@ def _shares(planned: Sequence[MethodFigures]) -> str:
     )
 
 
-def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return a table of which the first row is the fastest plan."""
+def _table(columns: Sequence[str], rows: Sequence[tuple[str, ...]], *, marks_first: bool = True) -> str:
+    """Return a table; its first row is the fastest plan unless `marks_first` is False."""
     titles = [title.replace("-|", "").replace("|", " ") for title in columns]
-    lines = [("" if number else "varlen", cells) for number, cells in enumerate(rows)]
+    lines = [("varlen" if marks_first and not number else "", cells) for number, cells in enumerate(rows)]
     return f'<div class="wordy">{table(titles, lines)}</div>'
 
 
@@ -396,19 +403,20 @@ def _script(comparison: PlanComparison, planned: Sequence[MethodFigures], drawn:
 
 
 def _facts(comparison: PlanComparison) -> list[tuple[str, str]]:
+    step = comparison.documents
     rows = [
         ("model", comparison.model),
         ("GPUs", f"{comparison.mesh.num_gpus:,} of {comparison.hardware}: {mesh_words(comparison.mesh)}"),
         ("sharded over data-parallel ranks", comparison.mesh.sharding),
         (
             "step",
-            f"{comparison.step:,}: {comparison.num_documents:,} documents, {comparison.num_tokens:,} tokens",
+            f"{step.step:,} of {step.num_steps:,}: {len(step.lengths):,} documents, {step.num_tokens:,} tokens",
         ),
         ("longest document", f"{comparison.longest:,}"),
         ("capacity", f"{comparison.capacity:,}"),
         (
             "truncated",
-            f"{comparison.truncated_documents:,} documents, {share(comparison.truncated_share)} of the tokens",
+            f"{step.truncated_documents:,} documents, {share(comparison.truncated_share)} of the tokens",
         ),
         ("rates", comparison.hardware_source),
     ]

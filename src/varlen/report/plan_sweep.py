@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,16 @@ from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.plan.bound import lower_bound
 from varlen.report.page import duration, share, significant, size
-from varlen.report.plan import TITLES, MethodFigures, StepDocuments, check_price, planned, stretched
-from varlen.report.plan_table import BYTES, mesh_words, recomputation
+from varlen.report.plan import (
+    TITLES,
+    MethodFigures,
+    StepDocuments,
+    check_price,
+    planned,
+    sampling,
+    stretched,
+)
+from varlen.report.plan_table import BYTES, empty_documents, mesh_words, recomputation
 from varlen.step_plan import Mesh, Sharding
 
 OnProgress = Callable[[int, int, str], None]
@@ -26,11 +35,12 @@ MORE_CHUNKS = (2, 3)
 """Chunks of layers per stage, besides one, to try on the fastest meshes (interleaved stages)."""
 WIDEST_CP = 16
 """Wider context parallelism gains almost nothing over DP-Merge, and exchanges more."""
-STATES, NO_PLAN, BOUND, SLOWER, INDIVISIBLE = (
+STATES, NO_PLAN, BOUND, SLOWER, SAME, INDIVISIBLE = (
     "parameters and optimizer states alone are over the memory of a GPU",
     "no plan keeps within the memory of a GPU",
     "even the lower bound is slower than those kept",
     "slower than those kept",
+    "the same plan as one of these, which has less cp and more dp",
     "the model can't be divided so",
 )
 
@@ -84,6 +94,12 @@ class PlanSweep:
     are_bytes: bool = False
     stretched: str = ""
     """A sentence on documents beyond the positions of the model's checkpoint, or ""."""
+    sample: str = ""
+    """A sentence on how the step differs from the average of its data, or ""."""
+    empty: str = ""
+    """A sentence on documents of 0 tokens, or ""."""
+    kernel: str = ""
+    """The attention kernel of published rates, or ""."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as plain values."""
@@ -93,6 +109,8 @@ class PlanSweep:
             "simulated": True,
             "model": self.model,
             "hardware": self.hardware,
+            "attention": self.kernel,
+            "sample": self.sample,
             "gpus": self.num_gpus,
             "method": self.method,
             "meshes": self.num_meshes,
@@ -128,13 +146,8 @@ def sweep(
     waiting: list[tuple[float, int, Mesh, StepDocuments, float]] = []
     divisions = list(meshes(cost, num_gpus, sharding))
     for mesh in divisions:
-        try:
-            states = float(cost.memory(mesh).state_bytes.max())
-        except SettingError:
-            left_out[INDIVISIBLE] += len(steps)
-            continue
-        if states > cost.limit_bytes:
-            left_out[STATES] += len(steps)
+        if why := _why_not(cost, mesh):
+            left_out[why] += len(steps)
             continue
         for documents in steps:
             bound = lower_bound(documents.lengths, cost, mesh).seconds
@@ -151,12 +164,12 @@ def sweep(
             left_out[NO_PLAN] += 1
             continue
         best.append(_swept(row, documents, cost=cost, mesh=mesh, bound_s=bound))
-        best.sort(key=lambda swept: -swept.tokens_per_s)
+        best = _distinct(best, left_out)
         left_out[SLOWER] += len(best) > most
         del best[most:]
     on_progress(len(waiting), len(waiting), "planning with more chunks a stage")
     best = [_with_best_chunks(swept, method, cost, repairs) for swept in best]
-    best.sort(key=lambda swept: -swept.tokens_per_s)
+    best = _distinct(best, left_out)
     on_progress(len(waiting), len(waiting), "planned")
     return PlanSweep(
         name=name,
@@ -170,6 +183,46 @@ def sweep(
         left_out=tuple((why, count) for why, count in left_out.most_common() if count),
         are_bytes=are_bytes,
         stretched=stretched(cost.model, max(int(step.lengths.max()) for step in steps)),
+        sample=sampling(max(steps, key=lambda step: step.capacity)),
+        empty=empty_documents(steps[0]),
+        kernel=cost.hardware.published_kernel,
+    )
+
+
+def may_hold(cost: CostModel, num_gpus: int, sharding: Sharding) -> bool:
+    """Return whether the parameters and optimizer states fit on some mesh of so many GPUs."""
+    return any(not _why_not(cost, mesh) for mesh in meshes(cost, num_gpus, sharding))
+
+
+def _why_not(cost: CostModel, mesh: Mesh) -> str:
+    """Return why no step has a plan on a mesh; "" if one may."""
+    try:
+        states = float(cost.memory(mesh).state_bytes.max())
+    except SettingError:
+        return INDIVISIBLE
+    return STATES if states > cost.limit_bytes else ""
+
+
+def _distinct(best: list[SweptMesh], left_out: Counter[str]) -> list[SweptMesh]:
+    """Return meshes from the fastest on, of those with the same plan the one with the least cp; count the others."""
+    kept: list[SweptMesh] = []
+    for swept in sorted(best, key=lambda swept: swept.mesh.cp):
+        if any(_is_same(one, swept) for one in kept):
+            left_out[SAME] += 1
+        else:
+            kept.append(swept)
+    return sorted(kept, key=lambda swept: -swept.tokens_per_s)
+
+
+def _is_same(one: SweptMesh, other: SweptMesh) -> bool:
+    """Return whether two meshes have the same plan: ranks that share every document, as dp or as cp."""
+    assert one.figures.timeline is not None
+    assert other.figures.timeline is not None
+    return (
+        one.documents is other.documents
+        and replace(one.mesh, dp=1, cp=1) == replace(other.mesh, dp=1, cp=1)
+        and math.isclose(one.figures.step_s, other.figures.step_s, rel_tol=1e-9)
+        and math.isclose(one.figures.timeline.peak_bytes, other.figures.timeline.peak_bytes, rel_tol=1e-9)
     )
 
 
@@ -252,7 +305,8 @@ def _row(swept: SweptMesh, price: float | None) -> dict[str, Any]:
 def sweep_table(result: PlanSweep) -> RenderableType:
     """Return everything that `varlen plan --sweep` prints."""
     gpus = f"{many(result.num_gpus, 'GPU')} of {result.hardware}"
-    job = f"{result.model} on {gpus}, {TITLES[result.method]}; all figures are simulated"
+    kernel = f" (attention: {result.kernel})" if result.kernel else ""
+    job = f"{result.model} on {gpus}, {TITLES[result.method]}; all figures are simulated{kernel}"
     parts: list[RenderableType] = ["", Text(sweep_headline(result), style="bold"), Text(job)]
     if result.best:
         parts += ["", _meshes(result)]
@@ -261,7 +315,7 @@ def sweep_table(result: PlanSweep) -> RenderableType:
     count = many(result.num_meshes, "mesh", "meshes")
     parts += ["", Text(f"Of {count}, not among these:" if result.best else f"Of {count}:", style="dim")]
     parts += [Text(f"  {count:,}: {why}", style="dim") for why, count in result.left_out]
-    notes = (BYTES if result.are_bytes else "", result.stretched)
+    notes = (result.sample, result.empty, BYTES if result.are_bytes else "", result.stretched)
     parts += [Text(note, style="yellow") for note in notes if note]
     return Group(*parts)
 
@@ -272,7 +326,8 @@ def sweep_headline(result: PlanSweep) -> str:
         return "No mesh of these GPUs holds this step."
     first = result.best[0]
     rate, hours = first.tokens_per_s / result.num_gpus, first.gpu_hours_per_billion
-    money = "" if result.price is None else f", which cost {significant(result.price * hours)}"
+    price = result.price
+    money = "" if price is None else f", which cost {significant(price * hours)} at {price:g} a GPU-hour"
     return (
         f"{mesh_words(first.mesh)} is the fastest: {rate:,.0f} tokens per second and GPU, {share(first.mfu)} MFU, "
         f"{significant(hours)} GPU-hours per 10⁹ tokens{money}."

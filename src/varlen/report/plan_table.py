@@ -11,7 +11,16 @@ from rich.text import Text
 
 from varlen.counts import many
 from varlen.report.page import change, duration, ratio, share, significant, size, tiny
-from varlen.report.plan import MethodFigures, PlanComparison, at_cp, baseline, headline
+from varlen.report.plan import (
+    MethodFigures,
+    PlanComparison,
+    StepDocuments,
+    at_cp,
+    baseline,
+    headline,
+    sampling,
+    training_table,
+)
 from varlen.step_plan import Mesh
 
 BYTES = (
@@ -41,20 +50,42 @@ def setting(comparison: PlanComparison) -> str:
     gpus = many(comparison.mesh.num_gpus, "GPU")
     return (
         f"{comparison.model} on {gpus} of {comparison.hardware} ({mesh_words(comparison.mesh)}): "
-        f"step {comparison.step:,}, {many(comparison.num_documents, 'document')}, "
+        f"step {comparison.documents.step:,}, {many(len(comparison.documents.lengths), 'document')}, "
         f"{many(comparison.num_tokens, 'token')}, the longest {comparison.longest:,}"
     )
 
 
 def truncation(comparison: PlanComparison) -> str:
     """Return how many documents were truncated and the share of tokens lost; "" if none were."""
-    if not comparison.truncated_documents:
+    count = comparison.documents.truncated_documents
+    if not count:
         return ""
-    verb = "was" if comparison.truncated_documents == 1 else "were"
+    verb = "was" if count == 1 else "were"
     return (
-        f"{many(comparison.truncated_documents, 'document')} longer than {comparison.capacity:,} {verb} truncated: "
+        f"{many(count, 'document')} longer than {comparison.capacity:,} {verb} truncated: "
         f"{share(comparison.truncated_share)} of the tokens are lost."
     )
+
+
+def notes(comparison: PlanComparison) -> list[str]:
+    """Return caveats on the step and its documents."""
+    step = comparison.documents
+    several = " --steps 6 plans several." if step.num_steps > 1 and not comparison.steps else ""
+    found = (
+        sampling(step) + several,
+        truncation(comparison),
+        empty_documents(step),
+        BYTES if comparison.are_bytes else "",
+        comparison.stretched,
+    )
+    return [note for note in found if note]
+
+
+def empty_documents(step: StepDocuments) -> str:
+    """Return how many documents have no token; "" if all have some."""
+    if not step.empty:
+        return ""
+    return f"{many(step.empty, 'document')} of 0 tokens {'is' if step.empty == 1 else 'are'} left out of all steps."
 
 
 def refusals(comparison: PlanComparison) -> list[tuple[str, str]]:
@@ -75,17 +106,23 @@ def simulation(comparison: PlanComparison) -> str:
     elif comparison.estimated:
         rates = f"with rates that --calibrate measured. {comparison.estimated}"
     else:
-        rates = f"with tables of rates of {comparison.hardware}; --calibrate measures those of your GPUs."
+        kernel = f" (attention: {comparison.kernel})" if comparison.kernel else ""
+        rates = (
+            f"with tables of rates of {comparison.hardware}{kernel}; --calibrate measures those of your GPUs."
+        )
     return f"All times and memory are simulated, {rates}"
 
 
 def reading(comparison: PlanComparison) -> str:
     """Explain the columns."""
     return (
-        "Cp: ranks that share every document; each method but packs as they come is at its best setting. "
-        "Step: simulated seconds of one optimizer step, and how many times the fastest one. MFU: the model's FLOPs "
-        f"of this step ({tiny(comparison.model_flops)}: forward and twice that backward, causal attention within "
-        "its mask, nothing recomputed) over the dense bf16 peak of all GPUs, as its maker states it "
+        "MicroPacks: slices of long documents beside short ones, of equal cost. Packs as they come: best-fit packs "
+        "of the capacity, dealt round robin, 1F1B. Tuned packs: the same at the capacity, balance and order that are "
+        "fastest. Cp: ranks that share every document; each method but packs as they come is at its best setting on "
+        "this mesh, and may be faster on another: --sweep with its --method looks for it. Step: simulated "
+        "seconds of one optimizer step. Times the fastest: these over those of the fastest method. MFU: the model's "
+        f"FLOPs of this step ({tiny(comparison.model_flops)}: forward and twice that backward, causal attention "
+        "within its mask, nothing recomputed) over the dense bf16 peak of all GPUs, as its maker states it "
         f"({tiny(comparison.peak_flops)} a second). Bound: {duration(comparison.lower_bound_s)}, which no plan of "
         "this step can beat: all work over all GPUs, the longest chain of a document, the pipeline's filling. "
         "Computing, exposed and bubble add up to the GPUs' time: exposed is gradient sync and gathered parameters "
@@ -97,6 +134,8 @@ def reading(comparison: PlanComparison) -> str:
 
 
 Columns = Sequence[str]
+OVER: Columns = ("", "mean", "least", "most")
+"""Titles of figures over several steps."""
 GIVES: Columns = (
     "", "cp", "step", "times the|fastest", "over|bound", "tokens/s|and GPU", "MFU", "GPU-hours|per 10⁹",
 )  # fmt: skip
@@ -180,21 +219,66 @@ def _hours(comparison: PlanComparison, best: MethodFigures) -> list[tuple[str, s
     return rows
 
 
+def over_steps(comparison: PlanComparison) -> list[tuple[str, ...]]:
+    """Return the cells of `OVER`; none unless several steps have a plan."""
+    titles = {
+        "step_s": ("step", duration),
+        "tokens": ("tokens", "{:,.0f}".format),
+        "tokens_per_s_and_gpu": ("tokens/s and GPU", "{:,.0f}".format),
+        "gpu_hours_per_billion_tokens": ("GPU-hours per 10⁹", significant),
+        "cost_per_billion_tokens": ("price per 10⁹", significant),
+    }
+    found = comparison.over_steps().items()
+    return [
+        (title, write(one.mean), write(one.least), write(one.most))
+        for (title, write), one in ((titles[name], one) for name, one in found)
+    ]
+
+
+def over_words(comparison: PlanComparison) -> str:
+    """Name the steps of `over_steps`, their method, and those without a plan."""
+    first, last = comparison.steps[0], comparison.steps[-1]
+    without = [one for one in comparison.steps if one.figures.timeline is None]
+    words = f"Steps {first.documents.step:,} to {last.documents.step:,}, by {first.figures.title}"
+    if without:
+        one = without[0]
+        words += f"; {len(without):,} without a plan (step {one.documents.step:,}: {one.figures.refusal})"
+    return words + ". Means of rates and costs are of all their tokens together."
+
+
+def _training(comparison: PlanComparison, best: MethodFigures) -> list[tuple[str, str]]:
+    """Return GPU-hours, days and money of all tokens of the training, if their number is known."""
+    if comparison.tokens is None:
+        return []
+    hours = comparison.training_hours(best)
+    days = hours / comparison.mesh.num_gpus / 24
+    price = comparison.price
+    money = "" if price is None else f", {significant(price * hours)} at {price:g} a GPU-hour"
+    at = "at the mean of these steps" if comparison.over_steps() else "if every step is like this one"
+    return [
+        (
+            f"{comparison.tokens / 1e9:,.4g}·10⁹ tokens",
+            f"{significant(hours)} GPU-hours, {significant(days)} days{money}, {at}",
+        )
+    ]
+
+
 def costs(comparison: PlanComparison) -> list[tuple[str, str]]:
     """Return what the fastest plan costs, by name; nothing without a plan."""
     best = comparison.best
     if best is None or best.plan is None or best.timeline is None:
         return []
-    margin = comparison.margin_bytes(best)
+    kept = comparison.memory_bytes - comparison.limit_bytes
     shared = many(best.plan.num_merged, "document is", "documents are")
     again = f"{recomputation(best)}: {share(best.recomputed_ratio)} of all FLOPs are computed a second time"
     return [
         *_hours(comparison, best),
+        *_training(comparison, best),
         (
             "memory",
-            f"{size(best.timeline.peak_bytes)} on the fullest GPU: {size(margin)}, "
-            f"{share(margin / comparison.limit_bytes)} of the {size(comparison.limit_bytes)} that a plan may use, "
-            "stay free",
+            f"{size(best.timeline.peak_bytes)} on the fullest GPU, of {size(comparison.limit_bytes)} that a plan may "
+            f"use. The other {size(kept)} of {size(comparison.memory_bytes)} are kept free for the allocator and "
+            "NCCL; a smaller --memory-fraction keeps more",
         ),
         ("recomputed", "nothing" if best.plan.recompute == "none" else again),
         ("offloaded", "keys and values, to the host's memory" if best.offload else "nothing"),
@@ -210,21 +294,24 @@ def costs(comparison: PlanComparison) -> list[tuple[str, str]]:
 
 def plan_table(comparison: PlanComparison) -> RenderableType:
     """Return everything that `varlen plan` prints about one step."""
-    notes = [truncation(comparison), BYTES if comparison.are_bytes else "", comparison.stretched]
     parts: list[RenderableType] = ["", Text(headline(comparison), style="bold"), Text(setting(comparison))]
     planned = [row for row in comparison.methods if row.timeline is not None]
     if planned:
         parts.append(Text(simulation(comparison)))
-    parts += [Text(note, style="yellow") for note in notes if note]
+    parts += [Text(note, style="yellow") for note in notes(comparison)]
     if planned:
         parts += ["", _table(GIVES, [gives(comparison, row) for row in planned])]
     parts += _refusals(comparison)
     if planned:
         parts += _titled("Where time and memory go", _table(TAKES, [takes(row) for row in planned]))
         parts += _titled("What the fastest plan costs", _facts(costs(comparison)))
+    if comparison.over_steps():
+        parts += _titled("Over several steps", _table(OVER, over_steps(comparison), marks_first=False))
+        parts.append(Padding(Text(over_words(comparison), style="dim"), (0, 0, 0, 2)))
     if comparison.alternatives:
         parts += _titled("What other choices would give", _table(CHOICES, choices(comparison)))
     if planned:
+        parts += _titled("To train so, with varlen train", _table_to_train(comparison))
         parts += ["", Text(reading(comparison), style="dim")]
     return Group(*parts)
 
@@ -233,8 +320,14 @@ def _titled(title: str, content: RenderableType) -> list[RenderableType]:
     return ["", Text(title, style="bold"), content]
 
 
-def _table(columns: Columns, rows: Sequence[tuple[str, ...]]) -> RenderableType:
-    """Return a table of which the first row is the fastest plan."""
+def _table_to_train(comparison: PlanComparison) -> RenderableType:
+    """Return the tables of a configuration that run the fastest plan."""
+    assert comparison.best is not None
+    return Padding(Text(training_table(comparison, comparison.best)), (0, 0, 0, 2))
+
+
+def _table(columns: Columns, rows: Sequence[tuple[str, ...]], *, marks_first: bool = True) -> RenderableType:
+    """Return a table; its first row is the fastest plan unless `marks_first` is False."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for title in columns:
         table.add_column(
@@ -244,7 +337,7 @@ def _table(columns: Columns, rows: Sequence[tuple[str, ...]]) -> RenderableType:
             overflow="fold",
         )
     for number, cells in enumerate(rows):
-        table.add_row(*cells, style="" if number else "bold green")
+        table.add_row(*cells, style="bold green" if marks_first and not number else "")
     return Padding(table, (0, 0, 0, 2))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, Union
 
-from varlen.arguments import TOKENS, Declared, options_of
+from varlen.arguments import MEMORY_FRACTION, TOKENS, Declared, options_of
 from varlen.documents.source import Unit, Until
 from varlen.errors import SettingError
 from varlen.feed.settings import LoaderSettings
@@ -310,7 +310,7 @@ class PlanSettings:
     otherwise, and never for slices of `slice_tokens`."""
     merges: bool = True
     """Whether data-parallel ranks share documents if that is faster, or necessary for memory."""
-    memory_fraction: float = 0.92
+    memory_fraction: float = MEMORY_FRACTION
     """Fraction of a GPU's memory that plans may use."""
     least_rows: Tokens = 2048
     """Rows that a slice of a document has at least: attention kernels are slow on fewer."""
