@@ -81,6 +81,8 @@ class BatchReport:
     """Name of the model's class; None without a model."""
     attention: str | None = None
     """The model's attention function."""
+    is_assumed: bool = False
+    """Whether each row was taken as one document because its positions count on; other documents would be missed."""
 
     @property
     def ok(self) -> bool:
@@ -110,9 +112,10 @@ class BatchReport:
             f"{many(errors, 'error')}, {many(len(self) - errors, 'warning')}" if len(self) else "nothing"
         )
         with_model = f"; {self.model}, attention {self.attention}" if self.model else ""
+        assumed = " (position_ids count on through each row; if rows hold several documents, pass lengths=)"
         head = (
             f"{counted} found in {many(self.rows, 'row')} of {many(self.width, 'token')}, "
-            f"{many(self.documents, 'document')}{with_model}"
+            f"{many(self.documents, 'document')}{assumed if self.is_assumed else ''}{with_model}"
         )
         return "\n".join([head, *map(str, self.findings)])
 
