@@ -23,6 +23,7 @@ from varlen.adapters.hf.mixing import check_family, drops_boundaries, is_bidirec
 from varlen.adapters.hf.model import (
     family,
     implementation,
+    model_inside,
     shifts_labels,
     text_config,
     text_decoder,
@@ -435,6 +436,7 @@ def facts_of(model: Any) -> ModelFacts:
     Whether a family's masks depend on positions is read from its installed source code rather than from a list of
     names, which would become outdated.
     """
+    model = model_inside(model)
     config, decoder, name = text_config(model), text_decoder(model), implementation(model)
     limit = getattr(config, "max_position_embeddings", None)
     kind: Any = type(decoder)

@@ -13,6 +13,7 @@ import torch
 
 from varlen.adapters import hf
 from varlen.adapters.hf.mixing import accepting_unknown_code
+from varlen.adapters.hf.model import model_inside
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError, described
 from varlen.verify.models.backends import computed_in
@@ -130,10 +131,33 @@ def check_isolation(
     known: IsolationReport | None = None,
     solo: dict[int, torch.Tensor] | None = None,
 ) -> IsolationReport:
-    """Find out whether a model keeps the documents of a packed batch apart, as it is set up now.
+    """Find out whether a model keeps the documents of a packed batch apart, as it is set up now and called.
 
-    The model runs in eval mode and without gradients: two forward passes for each document changed, and at
-    most nine more. Modes, gradients and random states are afterwards as before.
+    Args:
+        model: a transformers model, bare or wrapped, or a module of your own with exactly one inside. It is called
+            as it is; attention and family are read from the transformers model.
+        batch: real documents; None for ten short ones of random tokens.
+        inputs: makes the model's keyword arguments of (batch, model): `model_inputs`, or your own collator. It is
+            called for each changed batch, and must pass all `[rows, width]` tokens of it, padding included.
+        tolerance: the largest difference from each document alone, relative to the largest logit; None for that of
+            the dtype.
+        max_changed: documents that are changed, one at a time, at most.
+        seed: of the tokens that replace them.
+        known: an earlier report of this model and batch, whose control and dtype are taken over.
+        solo: logits of documents alone, by number, that are taken over and added to.
+
+    Returns:
+        A report with the verdict and all that was measured; `report.ok` if isolated, `print(report)` for the whole.
+        Losses are those of the batch's own labels within each document: labels in the arguments aren't looked at,
+        which is `check_batch`'s part.
+
+    Raises:
+        DocumentsError: `batch` isn't a PackedBatch.
+        SettingError: a batch without documents, or `max_changed` below 1.
+        ModelError: not a transformers model, and not a module with exactly one inside.
+
+    Cost: in eval mode and without gradients two forward passes for each document changed, and at most nine more.
+    Modes, gradients and random states are afterwards as before.
     """
     if max_changed < 1:
         raise SettingError(f"max_changed must be at least 1, got {max_changed}")
@@ -142,13 +166,16 @@ def check_isolation(
             f"check_isolation takes a PackedBatch, as vl.collate returns it, and was given "
             f"{type(batch).__name__}"
         )
+    called, model = model, model_inside(model)
     if batch is None:
         batch = sample_batch(min(hf.vocabulary_size(model), hf.logits_size(model)), seed)
     if batch.num_segments == 0:
         raise SettingError("the batch holds no document, so there is nothing to keep apart")
-    trial, base = Trial(model, batch, inputs, seed), hf.unwrap(model)
+    trial, base = Trial(called, batch, inputs, seed), hf.unwrap(model)
     facts: dict[str, Any] = {
-        "model": type(base).__name__,
+        "model": type(base).__name__
+        if called is model
+        else f"{type(called).__name__} ({type(base).__name__})",
         "attention": hf.implementation(model),
         "dtype": str(base.dtype).removeprefix("torch."),
         "layout": f"{batch.layout} {list(batch.input_ids.shape)}",
@@ -156,7 +183,7 @@ def check_isolation(
         "tokens": batch.num_tokens,
         "longest": batch.max_seqlen,
     }
-    with untouched(model):
+    with untouched(called):
         try:
             facts["arguments"] = _described(inputs(batch, model))
             if known is None:
