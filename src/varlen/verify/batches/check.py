@@ -6,11 +6,12 @@ compare it with real runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.counts import many
@@ -41,7 +42,7 @@ def check_batch(
     batch: PackedBatch | Mapping[str, Any],
     model: Any = None,
     *,
-    lengths: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    lengths: npt.ArrayLike | None = None,
 ) -> BatchReport:
     """Find errors in a batch before it is used: attention across documents, lost targets, broken boundaries.
 

@@ -104,8 +104,8 @@ def verify(
         SettingError: backends or layouts that there are not.
         DocumentsError: `batch` isn't a PackedBatch.
 
-    Cost: some 60 forward passes of a hundred tokens for each backend and layout, and as many for the other ways of
-    calling; a tiny model takes ten seconds to two minutes with all backends, and seconds with one.
+    Cost: some 60 forward passes of a hundred tokens for each backend and layout, and about as many for the other ways
+    of calling; seconds for a tiny model and one backend.
 
     >>> import varlen as vl
     >>> report = vl.verify("llama", backends=["eager"], layouts=["rows"], calls=False)
