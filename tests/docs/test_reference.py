@@ -1,5 +1,7 @@
 """The pages of reference hold every public name, setting, option and word."""
 
+import importlib
+import inspect
 import re
 
 import pytest
@@ -38,6 +40,15 @@ def test_pages_of_declarations_are_up_to_date(made):
     name = {"settings_page": "settings.md", "cli_page": "cli.md"}[made.__name__]
 
     assert (reference.FOLDER / name).read_text(encoding="utf-8") == made(), "run: python docs/reference.py"
+
+
+def test_what_pages_on_proofs_use_is_in_the_reference():
+    text = (DOCS / "reference/api.md").read_text()
+    named = re.findall(r"^\.\. auto\w+:: varlen\.verify\.([\w.]+)\.(\w+)$", text, re.MULTILINE)
+
+    found = {name: getattr(importlib.import_module(f"varlen.verify.{room}"), name) for room, name in named}
+    assert {*found} == {"BatchReport", "Finding", "IsolationReport", "Movements", "check_isolation"}
+    assert inspect.getdoc(found["check_isolation"]).count("Args:") == 1
 
 
 TABLES = ["data", "model", "optimizer", "run", "log", "measure", "plan", "eval", "track", "adapter", "sample"]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from varlen.cli.options import Report, option_in, output_option, print_json
-from varlen.cli.progress import require_training
-from varlen.errors import SettingError
+from varlen.cli.progress import progress, require_training
+from varlen.errors import ModelError, SettingError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -128,7 +128,8 @@ def verify(
     }
     if layout:
         settings["layouts"] = layout
-    report = run(model, dtype=_dtype(dtype), device=device, seed=seed, **settings)
+    with progress() as show:
+        report = run(model, dtype=_dtype(dtype), device=device, seed=seed, on_progress=show, **settings)
     if output is not None:
         from varlen.verify.models.page import model_page
 
@@ -147,9 +148,14 @@ def _refuse(names: list[str], why: str) -> None:
 
 
 def _named(model: str | None) -> str:
-    """Return the model's name; raise if none was given."""
+    """Return the model's name; raise if none was given, or a folder that isn't there, before libraries are loaded."""
     if model is None:
         raise SettingError("name a MODEL, such as llama, or a configuration with --megatron CONFIG")
+    if "/" in model and not Path(model).exists():
+        raise ModelError(
+            f"there is no folder {model!r}; models are not downloaded: name a folder with config.json, or a family "
+            "such as llama"
+        )
     return model
 
 

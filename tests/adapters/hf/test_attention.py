@@ -5,7 +5,15 @@ import types
 import pytest
 import torch
 from tests.support.hf_models import GROUPED, loss_one_by_one, make, packed, packed_loss, tiny
-from transformers import AttentionInterface, FalconConfig, GptOssConfig, Llama4TextConfig, LlamaConfig
+from transformers import (
+    AttentionInterface,
+    FalconConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from varlen.adapters import hf
 from varlen.adapters.hf.attention import NAME, varlen_attention
@@ -77,6 +85,13 @@ def test_use_varlen_attention_sets_it_and_returns_the_model():
 
     assert hf.use_varlen_attention(model) is model
     assert hf.implementation(model) == NAME
+
+
+def test_use_varlen_attention_refuses_a_recurrent_model():
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
+
+    with pytest.raises(ModelError, match=r"recurrent state .* which no attention changes"):
+        hf.use_varlen_attention(model)
 
 
 def test_use_varlen_attention_refuses_a_model_with_an_attention_of_its_own():

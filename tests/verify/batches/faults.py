@@ -81,7 +81,12 @@ FAULTS: list[tuple[dict[str, Any], str, str, tuple[int | None, int | None]]] = [
         "[3, 1, 9]",
         (0, 3),
     ),
-    ({"position_ids": torch.arange(9)[None]}, "warning positions_run_on", "begins a document", (0, 3)),
+    (
+        {"position_ids": torch.arange(9)[None]},
+        "warning positions_run_on",
+        "run on where documents begin by cu",
+        (0, 3),
+    ),
     (
         FLASH_LESS | {"attention_mask": torch.ones(1, 1, 9, 9).tril().bool()},
         "error open_mask",

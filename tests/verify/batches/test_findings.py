@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.hf_models import LAYOUTS, PAIRS, VOCABULARY, packed, tiny
 from tests.verify.batches.faults import FAULTS, FLASH_LESS, good, row
-from transformers import BatchEncoding, DataCollatorWithFlattening, GPT2Config
+from transformers import BatchEncoding, BertConfig, BertForMaskedLM, DataCollatorWithFlattening, GPT2Config
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import varlen as vl
 from varlen.adapters import hf
-from varlen.errors import DocumentsError, ModelError
+from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify.batches.finding import BatchReport
 from varlen.verify.batches.reading import _host_tensors, _in_one_transfer
 
@@ -528,3 +528,144 @@ def test_tensors_copied_in_one_transfer_are_those_copied_one_by_one():
     assert list(together) == list(apart)
     assert all(np.array_equal(together[name], apart[name]) for name in tensors)
     assert all(together[name].shape == apart[name].shape for name in tensors)
+
+
+# Lengths that the caller gives, and arguments that tell different documents.
+
+OFF_BY_ONE = torch.tensor([0, 4, 8, 9], dtype=torch.int32)
+
+
+def clashing() -> dict[str, Any]:
+    """Return a batch whose positions are right and whose cu_seqlens are off by one within the row."""
+    ends = {"cu_seq_lens_q": OFF_BY_ONE, "cu_seq_lens_k": OFF_BY_ONE}
+    return good(seq_idx=None, **ends)
+
+
+@pytest.mark.parametrize(
+    ("attention", "read"), [(None, ""), ("sdpa", "position_ids"), ("varlen", "cu_seq_lens_q")]
+)
+def test_positions_and_boundaries_that_differ_are_one_error_with_both_places(attention, read):
+    report = vl.check_batch(clashing(), None if attention is None else model(attention))
+
+    assert [(found.kind, found.level, found.row, found.column) for found in report] == [
+        ("boundaries_disagree", "error", 0, 3)
+    ]
+    assert "position_ids alone, first at row 0, column 3; 2 documents by cu_seq_lens_q alone" in str(report)
+    assert "cu_seq_lens_q alone, first at row 0, column 4" in report.findings[0].what
+    assert f"; attention {attention} reads {read}" in report.findings[0].what or attention is None
+    assert report.documents == 3
+
+
+def test_lengths_say_which_of_two_arguments_is_wrong():
+    with_positions = vl.check_batch(clashing(), model(), lengths=[3, 4, 2])
+    with_ends = vl.check_batch(clashing(), model("varlen"), lengths=[4, 4, 1])
+
+    assert with_positions.errors[0].what.startswith("cu_seq_lens_q and lengths tell different documents")
+    assert {found.kind for found in with_positions} == {"boundaries_disagree"}
+    assert with_ends.errors[0].what.startswith("position_ids and lengths tell different documents")
+
+
+COUNTING: dict[str, Any] = {"position_ids": torch.arange(9)[None]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"), [(COUNTING, "positions_run_on"), ({"position_ids": None}, "positions_missing")]
+)
+def test_lengths_show_documents_that_nothing_in_the_batch_tells(changes, kind):
+    batch = good(**FLASH_LESS | changes)
+    assert vl.check_batch(batch, model()).ok
+    report = vl.check_batch(batch, model(), lengths=[3, 4, 2])
+
+    assert [(found.kind, found.level, found.row, found.column) for found in report] == [(kind, "error", 0, 3)]
+    assert (report.documents, report.is_assumed) == (3, False)
+
+
+def test_lengths_that_agree_give_no_finding():
+    rows = {"position_ids": row(0, 1, 2, 0, 1).expand(2, 5), "input_ids": row(5, 6, 7, 8, 9).expand(2, 5)}
+    labels = torch.tensor([[-100, 6, 7, -100, 9], [-100, 6, 7, -100, -100]])
+
+    assert not len(vl.check_batch(good(), lengths=torch.tensor([3, 4, 2])))
+    assert not len(vl.check_batch(good(), model("varlen"), lengths=[3, 4, 2]))
+    report = vl.check_batch(rows | {"labels": labels}, model(), lengths=[[3, 2], [3]])
+    assert (report.findings, report.documents) == ((), 3)
+
+
+def test_lengths_find_documents_that_the_batch_cuts_in_two():
+    report = vl.check_batch(good(**FLASH_LESS), model(), lengths=[3, 6])
+
+    assert [(found.kind, found.level, found.column) for found in report] == [
+        ("boundaries_disagree", "error", 7)
+    ]
+    assert "lengths begins no document at 1 place where position_ids do" in report.findings[0].what
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ([3, 4, 3], "add up to 10"),
+        ([-1, 4], "the smallest is -1"),
+        ([[3], [4]], "are those of 2 rows, and the batch has 1"),
+        ("349", "must be whole numbers of tokens"),
+        ([1.5, 2], "must be whole numbers of tokens"),
+        (9, "must be whole numbers of tokens"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(lengths, words):
+    with pytest.raises(SettingError, match=words):
+        vl.check_batch(good(), lengths=lengths)
+
+
+def test_a_packed_batch_takes_no_lengths():
+    with pytest.raises(SettingError, match="leave out lengths="):
+        vl.check_batch(packed("flat"), lengths=[3])
+
+
+@pytest.mark.parametrize("cut", ["prompt", "turns", "every end of turn"])
+def test_one_conversation_a_row_has_no_finding_and_the_report_says_what_was_assumed(cut):
+    masked = {"prompt": [0, 1, 2], "turns": [0, 1, 4, 5], "every end of turn": [0, 3, 6]}[cut]
+    labels = torch.arange(5, 14)[None]
+    labels[0, masked] = -100
+    batch = {"input_ids": torch.arange(5, 14)[None], "labels": labels}
+
+    report = vl.check_batch(batch | COUNTING, model())
+    assert not len(report)
+    assert "1 document (position_ids count on through each row; if rows hold several documents, pass" in str(
+        report
+    )
+    assert "pass lengths=" not in str(vl.check_batch(batch | COUNTING, lengths=[9]))
+
+
+def test_the_fix_of_crossing_targets_mends_them_where_positions_do_not_restart():
+    batch = good(labels=row(*range(5, 14)), **COUNTING)
+    fix = next(found.fix for found in vl.check_batch(batch) if found.kind == "crossing_targets")
+    exec(fix, {"batch": batch})
+
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9, 10, 11, -100, 13]]
+
+
+def test_an_encoder_that_keeps_no_cache_is_blamed_for_its_mask_alone():
+    encoder = BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1,
+        num_attention_heads=2, intermediate_size=32))  # fmt: skip
+    encoder.config.use_cache = True
+    batch = good(**FLASH_LESS | {"use_cache": None, "attention_mask": torch.ones(1, 9)})
+
+    assert vl.check_batch(batch, encoder).kinds == ("model_family",)
+
+
+class Scaled(torch.nn.Module):
+    """A module of somebody's own around models."""
+
+    def __init__(self, *models: Any) -> None:
+        super().__init__()
+        self.models = torch.nn.ModuleList(models)
+
+
+def test_the_only_transformers_model_inside_a_module_of_ones_own_decides():
+    batch = good(**FLASH_LESS | {"use_cache": True})
+    wrapped = vl.check_batch(batch, Scaled(model(), torch.nn.Linear(2, 2)))
+
+    assert wrapped == vl.check_batch(batch, model())
+    with pytest.raises(
+        ModelError, match=r"pass its .models.0 \(LlamaForCausalLM\) or its .models.1 \(LlamaFor"
+    ):
+        vl.check_batch(batch, Scaled(model(), model()))

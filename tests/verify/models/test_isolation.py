@@ -360,6 +360,46 @@ def test_what_is_no_model_is_an_error():
         check_isolation(torch.nn.Linear(2, 2), packed())
 
 
+class Own(torch.nn.Module):
+    """A module of somebody's own around a model, which takes few arguments and may add a mask or a recurrence."""
+
+    def __init__(self, inner: Any, adds: str) -> None:
+        super().__init__()
+        self.inner, self.adds = inner, adds
+        self.recurrence = torch.nn.GRU(VOCABULARY, VOCABULARY, batch_first=True, dtype=inner.dtype)
+
+    def forward(self, input_ids: Any, position_ids: Any = None, attention_mask: Any = None) -> dict[str, Any]:
+        mask = torch.ones_like(input_ids) if self.adds == "mask" else attention_mask
+        logits = self.inner(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=mask, use_cache=False
+        ).logits
+        return {"logits": self.recurrence(logits)[0] if self.adds == "recurrence" else logits}
+
+
+@pytest.mark.parametrize(
+    ("adds", "verdict"), [("nothing", "isolated"), ("mask", "leaks"), ("recurrence", "leaks")]
+)
+def test_a_module_of_ones_own_around_a_model_is_called_itself(adds, verdict):
+    model = Own(tiny("llama", "sdpa"), adds).train()
+    report = check_isolation(model, packed("rows"))
+
+    assert report.verdict == verdict, str(report)
+    assert report.model == "Own (LlamaForCausalLM)"
+    assert all(module.training for module in model.modules() if module is not model.inner)
+
+
+def test_inputs_of_another_width_are_refused_with_the_way_out():
+    batch = packed("rows")
+
+    def narrow(batch: Any, model: Any) -> dict[str, Any]:
+        return {name: value[:, :-1] for name, value in positions_only(batch, model, use_cache=None).items()
+                if value is not None}  # fmt: skip
+
+    report = check_isolation(tiny("llama", "sdpa"), batch, inputs=narrow)
+    assert report.verdict == "refuses"
+    assert "inputs= must pass input_ids of the batch's shape" in report.reason
+
+
 def test_a_model_without_its_head_is_judged_by_its_hidden_states():
     model = tiny("llama", "sdpa").model
     report = check_isolation(model, packed())

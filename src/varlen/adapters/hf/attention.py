@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from varlen.adapters.hf.model import implementation, text_config, unwrap
+from varlen.adapters.hf.model import family, implementation, text_config, unwrap
 from varlen.attention.compiled import attend_opaquely
 from varlen.attention.documents import attend_in_packs
 from varlen.attention.rules import rules_of_call
@@ -44,11 +44,17 @@ def use_varlen_attention(model: Any) -> Any:
         The same model.
 
     Raises:
-        ModelError: not a transformers model, or its attention doesn't go through transformers' registry.
+        ModelError: not a transformers model, its attention doesn't go through transformers' registry, or it carries
+            a recurrent state across documents, which no attention changes.
     """
     text_config(model)
     register()
     base = unwrap(model)
+    if getattr(base, "_is_stateful", False) and not family(model).boundaries:
+        raise ModelError(
+            f"{type(base).__name__} carries a recurrent state from one document into the next, which no attention "
+            f'changes; it keeps "{implementation(model)}". Give it one document a row (padded)'
+        )
     base.set_attn_implementation(NAME)
     if implementation(model) != NAME:
         raise ModelError(

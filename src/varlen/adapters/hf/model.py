@@ -50,6 +50,29 @@ def wrappers(model: Any) -> Iterator[Any]:
         model = wrapped
 
 
+def model_inside(model: Any) -> Any:
+    """Return the only transformers model inside a module of one's own; other models as they are."""
+    held = {} if hasattr(unwrap(model), "config") else _held(model)
+    return next(iter(held.values())) if len(held) == 1 else model
+
+
+def _held(model: Any) -> dict[str, Any]:
+    """Return the outermost transformers models inside a module, by name."""
+    from transformers import PreTrainedModel
+
+    held: dict[str, Any] = {}
+    for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+        if isinstance(module, PreTrainedModel) and not any(name.startswith(f"{other}.") for other in held):
+            held[name] = module
+    return held
+
+
+def _way_in(model: Any) -> str:
+    """Say which model to pass in place of one that isn't a transformers model."""
+    held = [f"its .{name} ({type(inner).__name__})" for name, inner in _held(model).items()]
+    return " or ".join(held) or "a PreTrainedModel"
+
+
 def text_decoder(model: Any) -> Any:
     """Return the module that mixes tokens: the decoder without its head, or the text part of several."""
     base = unwrap(model)
@@ -69,7 +92,7 @@ def text_config(model: Any) -> Any:
     """
     config = getattr(unwrap(model), "config", None)
     if config is None or not hasattr(config, "get_text_config"):
-        raise ModelError(f"{type(model).__name__} has no transformers config; pass a PreTrainedModel")
+        raise ModelError(f"{type(model).__name__} has no transformers config; pass {_way_in(model)}")
     return config.get_text_config(decoder=True)
 
 

@@ -7,28 +7,43 @@ compare it with real runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch
 from varlen.counts import many
 from varlen.verify.batches.finding import BatchReport, Finding, Kind, Level, ModelFacts, finding
-from varlen.verify.batches.isolation import RESTART, facts_of, isolation_findings, recurrent_findings
+from varlen.verify.batches.isolation import (
+    RESTART,
+    facts_of,
+    isolation_findings,
+    read_first,
+    recurrent_findings,
+)
 from varlen.verify.batches.reading import (
     BOUNDARIES,
     LONGEST,
     BoolArray,
+    Clash,
     GivenBatch,
     IntArray,
     Segments,
+    clash_of,
     read,
     segments_of,
     usable_ends,
 )
 
 
-def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> BatchReport:
+def check_batch(
+    batch: PackedBatch | Mapping[str, Any],
+    model: Any = None,
+    *,
+    lengths: npt.ArrayLike | None = None,
+) -> BatchReport:
     """Find errors in a batch before it is used: attention across documents, lost targets, broken boundaries.
 
     Args:
@@ -37,7 +52,11 @@ def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> Ba
         model: the transformers model, bare or wrapped, in its current setup: its attention, cache, vocabulary,
             positions and family decide how it interprets a batch. Without a model, a batch with all of
             FlashAttention's arguments is checked for FlashAttention and any other for sdpa; errors that only
-            another attention would have are warnings.
+            another attention would have are warnings. A module of your own with exactly one transformers model
+            inside is checked as if that one were called with the batch.
+        lengths: the tokens of each document, in order: a list for a batch of one row, or a list for each row; what
+            a row holds beyond them is padding. They are the truth that all boundaries of the batch must agree with.
+            Without them, a row whose positions count on counts as one document.
 
     Returns:
         The findings, errors first; `report.ok` if none is an error. A PackedBatch is checked as
@@ -45,6 +64,7 @@ def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> Ba
 
     Raises:
         DocumentsError: no `input_ids`, or an argument that isn't a rectangle of numbers.
+        SettingError: lengths that don't fit the batch's rows, or lengths of a PackedBatch, which holds its own.
         ModelError: not a transformers model.
 
     Cost: a few passes over the tokens, some milliseconds for 65,536. Tensors on a GPU are copied to the host in one
@@ -59,10 +79,16 @@ def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> Ba
     >>> print(report.findings[0].fix)
     del batch["attention_mask"]
     """
-    given = read(batch)
+    given = read(batch, lengths)
     facts = None if model is None else facts_of(model, is_packed=given.packed is not None)
     segments = segments_of(given)
-    findings = list(_findings(given, segments, facts)) if given.input_ids.size else []
+    clash = clash_of(segments)
+    if clash is not None:  # what else is found goes by one of the two
+        read_by = "lengths" if lengths is not None else read_first(given, segments, facts)
+        segments = segments_of(given, only=read_by if read_by in clash[:2] else clash.one)
+        if lengths is None:
+            segments = replace(segments, follows=segments.follows & ~clash.places)
+    findings = list(_findings(given, segments, facts, clash)) if given.input_ids.size else []
     findings.sort(key=lambda finding: finding.level)  # stable: "error" before "warning"
     return BatchReport(
         findings=tuple(findings),
@@ -72,15 +98,56 @@ def check_batch(batch: PackedBatch | Mapping[str, Any], model: Any = None) -> Ba
         has_boundaries=bool(segments.starts_by),
         model=facts.name if facts else None,
         attention=facts.attention if facts else None,
+        is_assumed=[*segments.starts_by] == ["position_ids"] and not segments.is_packed,
     )
 
 
-def _findings(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> Iterator[Finding]:
+_BY_BOUNDARIES: Set[Kind] = {"positions_run_on", "positions_continue", "boundaries_disagree"}
+
+
+def _findings(
+    given: GivenBatch, segments: Segments, facts: ModelFacts | None, clash: Clash | None
+) -> Iterator[Finding]:
     isolation = [*isolation_findings(given, segments, facts), *recurrent_findings(given, segments, facts)]
+    known = {finding.kind for finding in isolation}
+    if clash is not None:
+        yield _disagreement(given, clash, facts, read_first(given, segments, facts))
+        known |= {"boundaries_disagree"}
+        if clash.other != "lengths":  # which of the two is wrong isn't known, so neither is blamed
+            isolation = [finding for finding in isolation if finding.kind not in _BY_BOUNDARIES]
+            known |= _BY_BOUNDARIES
     yield from isolation
     yield from number_findings(given, facts)
-    yield from agreement_findings(given, segments, facts, {finding.kind for finding in isolation})
+    yield from agreement_findings(given, segments, facts, known)
     yield from target_findings(given, segments, facts)
+
+
+_ENDS = "torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)"
+_MADE_OF_LENGTHS = {
+    "position_ids": "position_ids = torch.cat([torch.arange(n) for n in lengths])[None]",
+    "cu_seq_lens_q": f"cu_seq_lens_q = cu_seq_lens_k = {_ENDS}",
+}
+
+
+def _disagreement(given: GivenBatch, clash: Clash, facts: ModelFacts | None, read_by: str | None) -> Finding:
+    """Return the error that two arguments tell different documents, with the first place of each."""
+
+    def begins(name: str) -> str:
+        starts = clash.of(name)
+        row, column = divmod(int(np.argmax(starts)), given.width)
+        return (
+            f"{many(int(starts.sum()), 'document')} by {name} alone, first at row {row:,}, column {column:,}"
+        )
+
+    one, other = clash[:2]
+    what = f"{one} and {other} tell different documents: {begins(one)}; {begins(other)}"
+    if facts is not None and read_by in (one, other):
+        what += f"; attention {facts.attention} reads {read_by}"
+    made = [_MADE_OF_LENGTHS.get(name, name) for name in (one, other) if name != "lengths"]
+    fix = f"from the same lengths of documents make {', and '.join(made)}"
+    if "lengths" not in clash[:2]:
+        fix += "; check_batch(..., lengths=lengths) says which is wrong"
+    return finding("boundaries_disagree", "error", what, fix, clash.places, "the document that begins at")
 
 
 def number_findings(given: GivenBatch, facts: ModelFacts | None) -> Iterator[Finding]:
@@ -113,7 +180,8 @@ def agreement_findings(
             continue
         others = ", ".join(other for other in segments.starts_by if other != name)
         what = f"{name} begins no document at {many(int(missing.sum()), 'place')} where {others} do"
-        level: Level = "error" if facts is None or given.packed is not None else "warning"
+        is_read = name in ("cu_seq_lens_q", "lengths") or facts is None or given.packed is not None
+        level: Level = "error" if is_read else "warning"
         fix = "make all of them from the same lengths of documents"
         yield finding("boundaries_disagree", level, what, fix, missing, "the document that begins at")
         return
@@ -126,15 +194,18 @@ def _run_on(
     if given.finished_mask is not None or {"positions_run_on", "positions_missing"} & known:
         return
     level: Level = "error" if given.packed is not None or (facts and facts.learned_positions) else "warning"
-    learned = "looks positions up in a table" if level == "error" else "only turns by positions is the same"
     starts = segments.starts_by.get("position_ids")
     missing = segments.needed if starts is None else segments.needed & ~starts
     if not missing.any() or (starts is None and "position_ids" in given.arrays):
         return
     kind: Kind = "positions_run_on" if "position_ids" in given.arrays else "positions_missing"
     cause = "position_ids run on" if kind == "positions_run_on" else "without position_ids, positions run on"
-    what = f"{cause} across the beginning of {many(int(missing.sum()), 'document')}; a model that {learned}"
-    what = what if level == "warning" else f"{what}, and computes something else than for the document alone"
+    then = "harmless with rotary positions, of which only distances count; wrong with learned ones"
+    if facts is not None and facts.learned_positions:
+        then = "the model has an embedding for each position, so documents compute something else than alone"
+    elif level == "error":
+        then = "in a PackedBatch they restart with every document"
+    what = f"{cause} across the beginning of {many(int(missing.sum()), 'document')}; {then}"
     yield finding(kind, level, what, RESTART, missing, "the document that begins at")
 
 
@@ -181,7 +252,7 @@ def _boundaries(given: GivenBatch, name: str) -> Iterator[Finding]:
         return
     named = name if given.packed is None else "cu_seqlens"
     tokens, dtype = given.rows * given.width, given.dtypes[name]
-    fix = "torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)"
+    fix = _ENDS
     if ends.ndim != 1 or len(ends) < 2:
         what = f"{named} has the shape {list(ends.shape)}, and must be [segments + 1]"
         yield finding("cu_seqlens", "error", what, fix, field=named)
@@ -285,7 +356,7 @@ def _crossing(given: GivenBatch, segments: Segments, name: str, labels: IntArray
     targets = labels != IGNORE_INDEX
     if name == "labels":
         crossing = segments.follows & targets  # a row's first label is never used as a target
-        fix = 'batch["labels"][batch["position_ids"] == 0] = -100'
+        fix = _first_labels(given, crossing)
         what, field = "the first label of {} isn't -100", "the label at"
     else:
         crossing = np.zeros_like(targets)
@@ -300,6 +371,17 @@ def _crossing(given: GivenBatch, segments: Segments, name: str, labels: IntArray
         yield finding("crossing_targets", "error", what, fix, crossing, field)
 
 
+def _first_labels(given: GivenBatch, crossing: BoolArray) -> str:
+    """Return the line that ends crossing targets, by an argument that begins all of these documents."""
+    positions, ends = given.arrays.get("position_ids"), usable_ends(given)
+    plain = given.by_token("position_ids") if positions is not None and positions.ndim < 3 else None
+    if plain is not None and (plain[crossing] == 0).all():
+        return 'batch["labels"][batch["position_ids"] == 0] = -100'
+    if ends is not None and np.isin(np.flatnonzero(crossing), ends).all():
+        return 'batch["labels"].view(-1)[batch["cu_seq_lens_q"][:-1].long()] = -100'
+    return "set the first label of every document to -100 where labels are made"
+
+
 def _on_padding(given: GivenBatch, segments: Segments, name: str, labels: IntArray) -> Iterator[Finding]:
     mask = given.by_token("attention_mask")
     padded = segments.padding if given.segment_ids is not None else None if mask is None else mask == 0
@@ -311,7 +393,8 @@ def _on_padding(given: GivenBatch, segments: Segments, name: str, labels: IntArr
         what = (
             f"{many(int(wrong.sum()), 'padding position')} with a label: the model learns to predict padding"
         )
-        fix = f'batch["{name}"][batch["attention_mask"] == 0] = -100'
+        by_mask = f'batch["{name}"][batch["attention_mask"] == 0] = -100'
+        fix = by_mask if mask is not None else f"set {name} to -100 at padding, where they are made"
         yield finding("padding_targets", level, what, fix, wrong, "the label at")
 
 

@@ -83,6 +83,8 @@ class BatchReport:
     """Name of the model's class; None without a model."""
     attention: str | None = None
     """The model's attention function."""
+    is_assumed: bool = False
+    """Whether each row was taken as one document because its positions count on; other documents would be missed."""
 
     @property
     def ok(self) -> bool:
@@ -111,8 +113,12 @@ class BatchReport:
         counted = (
             f"{many(errors, 'error')}, {many(len(self) - errors, 'warning')}" if len(self) else "nothing"
         )
-        assumed = "" if self.has_boundaries else " (each row taken for one, as the batch has no boundaries)"
         with_model = f"; {self.model}, attention {self.attention}" if self.model else ""
+        assumed = ""
+        if not self.has_boundaries:
+            assumed = " (each row taken for one: the batch has no boundaries; pass lengths= if rows hold several)"
+        elif self.is_assumed:
+            assumed = " (position_ids count on through each row; pass lengths= if rows hold several)"
         head = (
             f"{counted} found in {many(self.rows, 'row')} of {many(self.width, 'token')}, "
             f"{many(self.documents, 'document')}{assumed}{with_model}"

@@ -23,6 +23,7 @@ from varlen.adapters.hf.mixing import check_family, check_trunk, drops_boundarie
 from varlen.adapters.hf.model import (
     family,
     implementation,
+    model_inside,
     shifts_labels,
     text_config,
     text_decoder,
@@ -73,6 +74,10 @@ class _Case:
         known = self.facts is not None and self.facts.detector == self.detector
         return self.facts.attention if self.facts and known else NAMED[self.detector]
 
+    def told_by(self, lost: BoolArray) -> str:
+        """Name the arguments by which documents begin there, for messages."""
+        return ", ".join(name for name, starts in self.segments.starts_by.items() if (starts & lost).any())
+
     def lost(self, kind: Kind, why: str, fix: str, lost: BoolArray | None = None) -> Iterator[Finding]:
         """Yield a finding if boundaries are lost, by default all of them."""
         lost = self.segments.needed if lost is None else lost
@@ -99,6 +104,15 @@ def isolation_findings(given: GivenBatch, segments: Segments, facts: ModelFacts 
         fresh = [found for found in check(case) if found.kind not in yielded]
         yielded |= {found.kind for found in fresh}
         yield from fresh
+
+
+def read_first(given: GivenBatch, segments: Segments, facts: ModelFacts | None) -> str | None:
+    """Name the argument from which the attention reads boundaries; None where it reads none of those given."""
+    detector, _ = _detectors(given, facts)[0]
+    drops = facts is not None and facts.drops_boundaries
+    by_ends = detector == "varlen" or (detector == "flash" and _has_all_four(given) and not drops)
+    name = "cu_seq_lens_q" if by_ends else "position_ids"
+    return name if name in segments.starts_by else None
 
 
 def _detectors(given: GivenBatch, facts: ModelFacts | None) -> list[tuple[Detector, Level]]:
@@ -135,6 +149,11 @@ def _by_mask(case: _Case) -> Iterator[Finding]:
     if given.finished_mask is not None:
         yield from _open_mask(case)
         return
+    if facts is not None and not facts.reads_positions:  # whatever the mask and the cache
+        why = f"{facts.name} never looks at position_ids when it builds its {facts.attention} mask"
+        yield from case.lost("model_family", why, WITH_MODEL_INPUTS)
+        yield from _by_positions(case, is_prevented=True)
+        return
     is_prevented = False
     if "attention_mask" in given.arrays:
         is_prevented = True
@@ -150,10 +169,6 @@ def _by_mask(case: _Case) -> Iterator[Finding]:
         fix = "model.config.use_cache = False  # transformers' Trainer does it by itself"
         absent = given.use_cache is None and not given.has_cache
         yield from case.lost("use_cache", why, fix if absent else 'batch["use_cache"] = False')
-    if facts is not None and not facts.reads_positions:
-        is_prevented = True
-        why = f"{facts.name} never looks at position_ids when it builds its {facts.attention} mask"
-        yield from case.lost("model_family", why, WITH_MODEL_INPUTS)
     yield from _by_positions(case, is_prevented)
 
 
@@ -169,8 +184,8 @@ def _by_positions(case: _Case, is_prevented: bool) -> Iterator[Finding]:
         yield from _mrope(case)
     elif not is_prevented:
         starts = breaks(positions, 1)
-        why = f"position_ids run on where another argument, which isn't read ({case.name}), begins a document"
-        yield from case.lost("positions_run_on", why, RESTART, case.segments.needed & ~starts)
+        run_on = case.segments.needed & ~starts
+        yield from case.lost("positions_run_on", _run_on(case, run_on), RESTART, run_on)
         if not _has_all_four(given):
             yield from _mid_document(case, "warning", "With FlashAttention they would belong to no segment")
 
@@ -222,14 +237,22 @@ def _by_flash(case: _Case) -> Iterator[Finding]:
     starts, first = breaks(positions, 1), positions == positions.min()
     packed = bool(starts[:, 1:].any())
     separated = first if packed else np.zeros_like(first)
-    why = f"position_ids run on where another argument, which isn't read ({case.name}), begins a document"
-    yield from case.lost("positions_run_on", why, f"{RESTART}, or {ALL_FOUR}", needed & ~starts)
+    run_on = needed & ~starts
+    yield from case.lost("positions_run_on", _run_on(case, run_on), f"{RESTART}, or {ALL_FOUR}", run_on)
     why = f"{case.name} begins a segment only at the smallest position ({int(positions.min()):,}), and pieces go on"
     yield from case.lost("positions_continue", why, f"{RESTART}, or {ALL_FOUR}", needed & starts & ~separated)
     if packed:
         yield from _mid_document(
             case, case.level, f"{case.name} leaves them out of every segment: nothing is computed"
         )
+
+
+def _run_on(case: _Case, run_on: BoolArray) -> str:
+    """Describe positions that don't restart where other arguments begin documents."""
+    return (
+        f"position_ids run on where documents begin by {case.told_by(run_on)}, and boundaries are read from "
+        f"position_ids ({case.name})"
+    )
 
 
 def _by_ends(case: _Case) -> Iterator[Finding]:
@@ -416,6 +439,7 @@ def facts_of(model: Any, *, is_packed: bool = False) -> ModelFacts:
     Whether a family's masks depend on positions is read from its installed source code rather than from a list of
     names, which would become outdated.
     """
+    model = model_inside(model)
     config, decoder, name = text_config(model), text_decoder(model), implementation(model)
     limit = getattr(config, "max_position_embeddings", None)
     kind: Any = type(decoder)

@@ -5,15 +5,18 @@ Tensors of one device are copied in one transfer, so that the host waits for a G
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from itertools import combinations
+from numbers import Integral
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.batch.packed import PackedBatch
-from varlen.errors import DocumentsError
+from varlen.counts import many
+from varlen.errors import DocumentsError, SettingError
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -45,7 +48,7 @@ class GivenBatch:
     has_cache: bool = False
     """Whether a cache was given, by one of `CACHES`."""
     segment_ids: IntArray | None = None
-    """`[rows, width]`, -1 at padding; only of a PackedBatch."""
+    """`[rows, width]`, -1 at padding; only of a PackedBatch, or where the caller gave the lengths."""
     unread: Mapping[str, IntArray] = field(default_factory=dict)
     """Boundaries under names that models ignore (`OTHER_ENDS` and others), as the document number of every token."""
     packed: PackedBatch | None = None
@@ -82,9 +85,11 @@ class GivenBatch:
         return array if array.shape == self.input_ids.shape else None
 
 
-def read(batch: Any) -> GivenBatch:
-    """Read a batch into host memory."""
+def read(batch: Any, lengths: Any = None) -> GivenBatch:
+    """Read a batch into host memory; `lengths` are those of its documents, as `check_batch` takes them."""
     if isinstance(batch, PackedBatch):
+        if lengths is not None:
+            raise SettingError("a PackedBatch holds its documents' lengths; leave out lengths=")
         return _read_packed(batch)
     if not isinstance(batch, Mapping):
         raise DocumentsError(
@@ -110,9 +115,37 @@ def read(batch: Any) -> GivenBatch:
         longest=longest,
         finished_mask=finished,
         unread=dict(_unread(batch, arrays["input_ids"].shape)),
+        segment_ids=None if lengths is None else _stated(lengths, arrays["input_ids"].shape),
         use_cache=None if use_cache is None else bool(use_cache),
         has_cache=any(batch.get(name) is not None for name in CACHES),
     )
+
+
+def _stated(lengths: Any, shape: tuple[int, ...]) -> IntArray:
+    """Return the document number of every token by lengths that the caller gave, -1 at padding; `[rows, width]`."""
+    rows, width = shape
+    listed = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    is_list = isinstance(listed, Sequence) and not isinstance(listed, str)
+    nested = [listed] if not is_list or not listed or not isinstance(listed[0], Sequence) else listed
+    if not all(isinstance(own, Sequence) and all(isinstance(n, Integral) for n in own) for own in nested):
+        raise SettingError(
+            "lengths must be whole numbers of tokens: a list for a batch of one row, or a list for each row; got "
+            f"{str(lengths)[:60]}"
+        )
+    if len(nested) != rows:
+        raise SettingError(
+            f"lengths are those of {many(len(nested), 'row')}, and the batch has {rows:,}; give a list for each row"
+        )
+    numbers: IntArray = np.full(shape, -1)
+    for row, given in enumerate(nested):
+        own = np.array([*given, 0][: max(1, len(given))], dtype=np.int64)
+        if (own < 0).any() or own.sum() > width:
+            raise SettingError(
+                f"the lengths of row {row:,} must be at least 0 and add up to at most its {many(width, 'token')}; "
+                f"they add up to {int(own.sum()):,}, and the smallest is {int(own.min()):,}"
+            )
+        numbers[row, : own.sum()] = np.repeat(np.arange(len(own)), own)
+    return numbers
 
 
 def _unread(batch: Mapping[str, Any], shape: tuple[int, ...]) -> Iterator[tuple[str, IntArray]]:
@@ -268,13 +301,14 @@ class Segments:
         return numbers
 
 
-def segments_of(given: GivenBatch) -> Segments:
-    """Find where documents begin."""
+def segments_of(given: GivenBatch, only: str | None = None) -> Segments:
+    """Find where documents begin: by all arguments, or by `only` one of them."""
     starts_by = dict(_starts_by(given))
     starts = np.zeros((given.rows, given.width), dtype=bool)
     starts[:, :1] = True
-    for starts_of_one in starts_by.values():
-        starts |= starts_of_one
+    for name, starts_of_one in starts_by.items():
+        if only in (None, name):
+            starts |= starts_of_one
     masked = _masked(given)
     maybe_padding = _maybe_padding(given, starts_by, starts)
     unmasked = ~masked
@@ -287,6 +321,40 @@ def segments_of(given: GivenBatch) -> Segments:
         follows=starts & unmasked & has_previous,
         needed=starts & unmasked & has_previous & ~maybe_padding,
     )
+
+
+class Clash(NamedTuple):
+    """Two arguments, each of which begins documents where the other begins none."""
+
+    one: str
+    other: str
+    only_one: BoolArray
+    only_other: BoolArray
+
+    @property
+    def places(self) -> BoolArray:
+        """The starts by either of them alone."""
+        return self.only_one | self.only_other
+
+    def of(self, name: str) -> BoolArray:
+        """The starts by one of the two arguments alone."""
+        return self.only_one if name == self.one else self.only_other
+
+
+def clash_of(segments: Segments) -> Clash | None:
+    """Return the first two arguments that tell different documents; None if one's starts include the other's.
+
+    Where the caller gave the lengths, other arguments are compared with these.
+    """
+    for one, other in combinations(segments.starts_by, 2):
+        if "lengths" in segments.starts_by and other != "lengths":
+            continue
+        by_one, by_other = segments.starts_by[one], segments.starts_by[other]
+        only_one = segments.needed & by_one & ~by_other
+        only_other = segments.needed & by_other & ~by_one
+        if only_one.any() and only_other.any():
+            return Clash(one, other, only_one, only_other)
+    return None
 
 
 def breaks(values: IntArray, step: int) -> BoolArray:
@@ -329,11 +397,12 @@ def _starts_by(given: GivenBatch) -> Mapping[str, BoolArray]:
         starts_by["cu_seq_lens_q"] = starts.reshape(given.rows, given.width)
     if (numbers := given.by_token("seq_idx")) is not None:
         starts_by["seq_idx"] = breaks(numbers, 0)
-    if given.segment_ids is not None:
-        starts_by["segment_ids"] = breaks(given.segment_ids, 0)
     if (mask := segment_mask(given)) is not None:
         starts_by["attention_mask"] = breaks(mask, 0)
-    return starts_by | {name: breaks(numbers, 0) for name, numbers in given.unread.items()}
+    starts_by |= {name: breaks(numbers, 0) for name, numbers in given.unread.items()}
+    if given.segment_ids is not None:
+        starts_by["segment_ids" if given.packed else "lengths"] = breaks(given.segment_ids, 0)
+    return starts_by
 
 
 def _masked(given: GivenBatch) -> BoolArray:
@@ -350,7 +419,7 @@ def _maybe_padding(given: GivenBatch, starts_by: Mapping[str, BoolArray], starts
     labels = given.by_token("labels")
     without_target = np.ones(starts.shape, dtype=bool) if labels is None else labels == -100
     if given.segment_ids is not None:
-        return np.zeros_like(starts)  # a PackedBatch marks its padding
+        return np.zeros_like(starts)  # whose padding is known
     if "position_ids" in starts_by:
         single = without_target & _single(starts_by["position_ids"])
         return single if labels is None else single | _tails(given, starts, without_target)

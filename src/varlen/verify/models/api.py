@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from numbers import Integral
@@ -72,6 +72,7 @@ def verify(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
+    on_progress: Callable[[int, int, str], None] | None = None,
 ) -> VerifyReport:
     """Find out whether a model keeps packed documents apart, with which attention, and called how.
 
@@ -95,6 +96,7 @@ def verify(
         dtype: of weights that are made or loaded.
         device: for the model, where verify makes or loads it; a live one stays where it is.
         seed: of the tokens.
+        on_progress: called before each part with the parts done, all parts, and what comes now.
 
     Returns:
         A report with a cell for every backend and layout, none of them silent: isolated, leaks, coupled (something
@@ -108,7 +110,8 @@ def verify(
         SettingError: backends or layouts that there are not.
         DocumentsError: `batch` isn't a PackedBatch.
 
-    Cost: some 60 forward passes of a hundred tokens for each backend and layout; seconds for a tiny model.
+    Cost: some 60 forward passes of a hundred tokens for each backend and layout, and about as many for the other ways
+    of calling; seconds for a tiny model and one backend.
 
     >>> import varlen as vl
     >>> report = vl.verify("llama", backends=["eager"], layouts=["rows"], calls=False)
@@ -126,9 +129,11 @@ def verify(
         batch = batch.replace(columns={})
     batches = {layout: _batch(model, layout, seed) if batch is None else batch for layout in layouts}
     models = {name: _with_attention(loaded, name) for name in names}
-    cells = [
-        _cell(models[name], name, batches[layout], gradients, seed) for name in names for layout in layouts
-    ]
+    parts, tell = [(name, layout) for name in names for layout in layouts], on_progress or _in_silence
+    total, cells = len(parts) * (1 + calls), []
+    for done, (name, layout) in enumerate(parts):
+        tell(done, total, f"{name}, {layout}")
+        cells.append(_cell(models[name], name, batches[layout], gradients, seed))
     base = hf.unwrap(model)
     report = VerifyReport(
         model=type(base).__name__,
@@ -142,11 +147,15 @@ def verify(
         ),
         notes=(*loaded.notes, *_notes(model, batches)),
         cells=tuple(cells),
-        calls=tuple(_call_cells(models, cells, batches, seed)) if calls else (),
+        calls=tuple(_call_cells(models, cells, batches, seed, tell)) if calls else (),
         attention=_picture(models["eager"], cells, batches, seed) if "eager" in names else None,
     )
     record_isolation(model, report.ok)
     return report
+
+
+def _in_silence(done: int, total: int, text: str) -> None:
+    """Report no progress."""
 
 
 def _without_pooling(loaded: LoadedModel) -> LoadedModel:
@@ -293,10 +302,15 @@ def _verdict_of(verdict: Verdict) -> ModelVerdict:
 
 
 def _call_cells(
-    models: dict[str, Any], cells: Sequence[Cell], batches: dict[Layout, PackedBatch], seed: int
+    models: dict[str, Any],
+    cells: Sequence[Cell],
+    batches: dict[Layout, PackedBatch],
+    seed: int,
+    tell: Callable[[int, int, str], None],
 ) -> list[CallCell]:
     found = []
-    for cell in cells:
+    for done, cell in enumerate(cells, len(cells)):
+        tell(done, 2 * len(cells), f"{cell.backend}, {cell.layout}: other ways of calling")
         batch, model = batches[cell.layout], models[cell.backend]
         try:
             if isinstance(model, ModelError):

@@ -14,6 +14,7 @@ import torch
 from varlen.adapters import hf
 from varlen.adapters.hf.inputs import hidden_inputs
 from varlen.adapters.hf.mixing import accepting_unknown_code, pools
+from varlen.adapters.hf.model import model_inside
 from varlen.batch.packed import PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError, described
 from varlen.verify.models.backends import computed_in
@@ -131,13 +132,34 @@ def check_isolation(
     known: IsolationReport | None = None,
     solo: dict[int, torch.Tensor] | None = None,
 ) -> IsolationReport:
-    """Find out whether a model keeps the documents of a packed batch apart, as it is set up now.
+    """Find out whether a model keeps the documents of a packed batch apart, as it is set up now and called.
 
-    It is called with `inputs(batch, model)`, by default `model_inputs`. Of a model that pools, which `model_inputs`
-    refuses, the hidden states below its head are looked at, which `document_outputs` pools.
+    Args:
+        model: a transformers model, bare or wrapped, or a module of your own with exactly one inside. It is called
+            as it is; attention and family are read from the transformers model.
+        batch: real documents; None for ten short ones of random tokens.
+        inputs: makes the model's keyword arguments of (batch, model): `model_inputs`, or your own collator. It is
+            called for each changed batch, and must pass all `[rows, width]` tokens of it, padding included. If left
+            out, a model that pools is called below its head, as `document_outputs` does.
+        tolerance: the largest difference from each document alone, relative to the largest logit; None for that of
+            the dtype.
+        max_changed: documents that are changed, one at a time, at most.
+        seed: of the tokens that replace them.
+        known: an earlier report of this model and batch, whose control and dtype are taken over.
+        solo: logits of documents alone, by number, that are taken over and added to.
 
-    The model runs in eval mode and without gradients: two forward passes for each document changed, and at
-    most nine more. Modes, gradients and random states are afterwards as before.
+    Returns:
+        A report with the verdict and all that was measured; `report.ok` if isolated, `print(report)` for the whole.
+        Losses are those of the batch's own labels within each document: labels in the arguments aren't looked at,
+        which is `check_batch`'s part.
+
+    Raises:
+        DocumentsError: `batch` isn't a PackedBatch.
+        SettingError: a batch without documents, or `max_changed` below 1.
+        ModelError: not a transformers model, and not a module with exactly one inside.
+
+    Cost: in eval mode and without gradients two forward passes for each document changed, and at most nine more.
+    Modes, gradients and random states are afterwards as before.
     """
     if max_changed < 1:
         raise SettingError(f"max_changed must be at least 1, got {max_changed}")
@@ -146,17 +168,18 @@ def check_isolation(
             f"check_isolation takes a PackedBatch, as vl.collate returns it, and was given "
             f"{type(batch).__name__}"
         )
+    called, model = model, model_inside(model)
     if batch is None:
         batch = sample_batch(min(hf.vocabulary_size(model), hf.logits_size(model)), seed)
     if batch.num_segments == 0:
         raise SettingError("the batch holds no document, so there is nothing to keep apart")
-    whole = type(hf.unwrap(model)).__name__
+    whole = model
     if inputs is None:
-        inputs, model = inputs_of(model), without_pooling(model)
-    trial, base = Trial(model, batch, inputs, seed), hf.unwrap(model)
-    name = type(base).__name__
+        inputs, model = inputs_of(whole), without_pooling(whole)
+        called = called if model is whole else model
+    trial, base = Trial(called, batch, inputs, seed), hf.unwrap(model)
     facts: dict[str, Any] = {
-        "model": name if name == whole else f"{name} below the head of {whole}",
+        "model": _name_of(called, model, whole),
         "attention": hf.implementation(model),
         "dtype": str(base.dtype).removeprefix("torch."),
         "layout": f"{batch.layout} {list(batch.input_ids.shape)}",
@@ -164,7 +187,7 @@ def check_isolation(
         "tokens": batch.num_tokens,
         "longest": batch.max_seqlen,
     }
-    with untouched(model):
+    with untouched(called):
         try:
             facts["arguments"] = _described(inputs(batch, model))
             if known is None:
@@ -195,6 +218,14 @@ def check_isolation(
         movements=moved,
         **facts,
     )
+
+
+def _name_of(called: Any, model: Any, whole: Any) -> str:
+    """Return the name of what is called, with that of the transformers model within or above it."""
+    name = type(hf.unwrap(model)).__name__
+    if model is not whole:
+        return f"{name} below the head of {type(hf.unwrap(whole)).__name__}"
+    return name if called is model else f"{type(called).__name__} ({name})"
 
 
 def inputs_of(model: Any) -> Inputs:

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from varlen.adapters import hf
+from varlen.adapters.hf.model import model_inside
 from varlen.batch.collate import collate
 from varlen.batch.packed import IGNORE_INDEX, Layout, PackedBatch
 from varlen.errors import ModelError, described
@@ -25,7 +26,7 @@ BoolArray = npt.NDArray[np.bool_]
 def untouched(model: Any) -> Iterator[None]:
     """Run a model in eval mode and without gradients, and restore modes and random states afterwards."""
     modes = [(module, module.training) for module in model.modules()]
-    device = hf.unwrap(model).device
+    device = hf.unwrap(model_inside(model)).device
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         model.eval()
@@ -54,10 +55,11 @@ class Trial:
     """
 
     def __init__(self, model: Any, batch: PackedBatch, inputs: Inputs, seed: int) -> None:
-        self.model = model
+        self.called = model
+        self.model = model_inside(model)
         self.batch = batch
         self.inputs = inputs
-        self.vocabulary = min(hf.vocabulary_size(model), hf.logits_size(model))
+        self.vocabulary = min(hf.vocabulary_size(self.model), hf.logits_size(self.model))
         self.rng = np.random.default_rng(seed)
         self.tokens = np.asarray(torch.as_tensor(batch.input_ids).cpu()).astype(np.int64)
         segments = np.asarray(torch.as_tensor(batch.segment_ids).cpu())
@@ -94,8 +96,9 @@ class Trial:
         logits = self.predict((inputs or self.inputs)(batch, self.model))
         if logits.shape[:2] != self.owner.shape:
             raise ModelError(
-                f"the model was given {list(self.owner.shape)} tokens and returned logits "
-                f"{list(logits.shape)}; the check needs one row of logits for every token"
+                f"the batch has {list(self.owner.shape)} tokens, and the model returned logits "
+                f"{list(logits.shape)}; the check needs the logits of every token of the batch, padding included: "
+                "inputs= must pass input_ids of the batch's shape (vl.pack with the capacity of your own rows)"
             )
         if not bool(logits[self.where(self.owner >= 0)].isfinite().all()):
             raise ModelError(
@@ -126,8 +129,10 @@ class Trial:
     def call(self, arguments: dict[str, Any], **more: Any) -> Any:
         """Call the model without labels: its own loss is computed in float32, and isn't needed."""
         inputs = {name: value for name, value in arguments.items() if name not in ("labels", "shift_labels")}
+        if self.called is not self.model and not hf.accepts(self.called, "use_cache"):
+            inputs.pop("use_cache", None)  # no module of one's own turns a cache on for that
         try:
-            return self.model(**inputs, **more)
+            return self.called(**inputs, **more)
         except ModelError:
             raise
         except Exception as error:
@@ -137,7 +142,7 @@ class Trial:
             if str(error) and isinstance(error, ValueError):  # the model's own refusal, with a message
                 raise ModelError(described(error, whole=True)) from error
             raise ModelError(
-                f"{type(hf.unwrap(self.model)).__name__} fails in its own forward: {described(error, kind=True)}"
+                f"{type(hf.unwrap(self.called)).__name__} fails in its own forward: {described(error, kind=True)}"
             ) from error
 
     def where(self, chosen: BoolArray) -> torch.Tensor:
@@ -176,7 +181,7 @@ class Trial:
 
     def attentions(self, inputs: Inputs) -> list[torch.Tensor]:
         """Return the attention weights of all layers that return them, `[rows, heads, width, width]` each."""
-        if not hf.accepts(self.model, "output_attentions"):
+        if not hf.accepts(self.called, "output_attentions"):
             return []
         outputs = self.call(inputs(self.batch, self.model), output_attentions=True)
         given = [w for w in getattr(outputs, "attentions", None) or () if w is not None]
