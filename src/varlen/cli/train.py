@@ -16,7 +16,7 @@ from rich.progress import Progress, Task, TaskID
 
 from varlen.cli.options import print_json
 from varlen.cli.progress import FittedLine, Part, clock, require_training
-from varlen.counts import many
+from varlen.counts import as_size, many
 from varlen.errors import SettingError
 from varlen.train.callbacks import Callback, RunOverview, Totals, TrainSummary
 
@@ -74,6 +74,15 @@ def train(
     processes: Annotated[
         int, typer.Option("--processes", help="Of --dry-run: how many processes would train.", min=1)
     ] = 1,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            "--memory",
+            metavar="GB",
+            help="Of --dry-run: the memory of each device, if it isn't that of this machine.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a summary as one JSON object at the end.")
     ] = False,
@@ -104,6 +113,8 @@ def train(
     settings = read_config(config, changes or [])
     if processes > 1 and not dry_run:
         raise SettingError(f"--processes {processes} is of --dry-run; torchrun starts the processes of a run")
+    if memory is not None and not (dry_run and memory > 0):
+        raise SettingError(f"--memory {memory:g} is of --dry-run, and above 0 GB")
     if print_config:
         print(as_toml(settings), end="")
         return
@@ -111,7 +122,12 @@ def train(
     if dry_run:
         from varlen.train.dry_run import forecast
 
-        found = forecast(settings, processes, lambda sentence: print(sentence, file=sys.stderr))
+        found = forecast(
+            settings,
+            processes,
+            lambda sentence: print(sentence, file=sys.stderr),
+            memory_bytes=None if memory is None else 1e9 * memory,
+        )
         print_json(found.to_json()) if as_json else print(found.words())
         return
     from varlen.train.trainer import train as run
@@ -221,7 +237,7 @@ def step_words(metrics: StepMetrics) -> str:
     """Return a step's loss, tokens per second, fill, and share of time spent waiting for data."""
     waiting = 100 * metrics.data_wait_s / metrics.step_s if metrics.step_s else 0.0
     mfu = "" if metrics.mfu is None else f"  MFU {100 * metrics.mfu:.1f} %"
-    memory = "" if metrics.peak_bytes is None else f"  {metrics.peak_bytes / 1e9:.1f} GB"
+    memory = "" if metrics.peak_bytes is None else f"  {as_size(metrics.peak_bytes)}"
     return (
         f"loss {metrics.loss:.4f}  lr {metrics.learning_rate:.2g}  {metrics.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
         f"  {100 * metrics.fill:.1f} % full  {waiting:.1f} % waiting"
@@ -313,7 +329,7 @@ def step_parts(task: Task) -> list[Part]:
         Part(words=f"{metrics.tokens_per_s:,.0f} tokens/s", rank=1),
         Part(words="" if metrics.mfu is None else f"MFU {100 * metrics.mfu:.1f} %", rank=2),
         Part(words=f"lr {metrics.learning_rate:.2g}", rank=3),
-        Part(words="" if metrics.peak_bytes is None else f"{metrics.peak_bytes / 1e9:.1f} GB", rank=4),
+        Part(words="" if metrics.peak_bytes is None else as_size(metrics.peak_bytes), rank=4),
         Part(words=f"{waiting:.1f} % waiting", rank=5),
         Part(words=f"{100 * metrics.fill:.1f} % full", rank=6),
     ]

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any
@@ -28,7 +28,7 @@ from varlen.feed.worker.ring import slot_bytes
 from varlen.feed.worker.thread import ThreadWorker
 from varlen.files.losses import NO_LOSSES, Losses
 from varlen.files.paths import Data
-from varlen.types import Int32Array, Ledger
+from varlen.types import Int32Array, IntArray, Ledger
 
 # What a loader can't be: copied, read in a fork, or asked for single items.
 
@@ -287,6 +287,19 @@ class PackedLoader(OfOneProcess):
         Cost: that of `documents`. A store that grows may change steps of epochs that haven't begun.
         """
         return self._lookup.lengths(as_count(step, "step", 0, MOST), self._state)
+
+    def all_lengths(self) -> Iterator[IntArray]:
+        """Yield the tokens of all documents of the data, whole, whichever of them the packs of the epochs hold.
+
+        Yields:
+            int64, at most 2**20 at a time: document n is the one that `where(n)` describes.
+
+        Raises:
+            SettingError: in streaming, where lengths aren't known before documents are read.
+
+        Cost: no token is read.
+        """
+        return self._lookup.all_lengths(self._state)
 
     def where(self, document_id: int) -> str:
         """Return where a document lies in the data, for messages.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from varlen.feed.protocol import Ended, new_arrays
 from varlen.feed.state import FeedState
 from varlen.feed.streaming.feed import StreamingFeed
 from varlen.feed.streaming.rounds import beginning_of
+from varlen.store.tokens import lengths_in_order
 from varlen.types import Int32Array, IntArray
 
 _KEPT = 16
@@ -101,6 +103,10 @@ class IndexedLookup:
         packs = self._feed.packs(self._feed.state(step, position))[0]
         return packs.lengths.astype(np.int32)
 
+    def all_lengths(self, state: FeedState) -> Iterator[IntArray]:
+        """Yield the tokens of all documents that exist, in the order of their numbers."""
+        return lengths_in_order(self._feed.stream.tokens(self._feed.position(state)))
+
     def where(self, document_id: int, state: FeedState) -> str:
         """Return where a document lies, given its number in batches of this state."""
         return self._feed.where(document_id, state)
@@ -169,6 +175,12 @@ class StreamingLookup:
         raise SettingError(
             "the lengths of coming steps aren't known before their documents are tokenized; index them (varlen "
             "index) where steps are to be planned ahead"
+        )
+
+    def all_lengths(self, _state: FeedState) -> Iterator[IntArray]:
+        """Refuse, as `lengths` does."""
+        raise SettingError(
+            "the lengths of documents aren't known before they are tokenized; index them (varlen index)"
         )
 
     def where(self, document_id: int, _state: FeedState) -> str:

@@ -16,7 +16,7 @@ from varlen.arguments import in_words
 from varlen.cost.memory import layers_again
 from varlen.cost.model import CostModel
 from varlen.cost.shape import check_positions
-from varlen.counts import many
+from varlen.counts import as_size, many
 from varlen.errors import LengthsError, PlanError, SettingError
 from varlen.pack.lengths import as_lengths
 from varlen.pack.pieces import check_fit
@@ -451,13 +451,13 @@ def _explained(
     Cost: about 20 plans of one document.
     """
     memory = costs[-1].memory(mesh)
-    room, limit = memory.limit_bytes - memory.state_bytes, f"{memory.limit_bytes / 1e9:,.1f} GB"
+    room, limit = memory.limit_bytes - memory.state_bytes, as_size(memory.limit_bytes)
     worst = int(room.argmin())
     if room[worst] <= 0:
         ways, axes = _more(costs[-1], mesh)
         return _proposing(
             axes,
-            f"parameters, gradients and optimizer states take {memory.state_bytes[worst] / 1e9:,.1f} GB on stage "
+            f"parameters, gradients and optimizer states take {as_size(memory.state_bytes[worst])} on stage "
             f"{worst} of {mesh.pp}, and a GPU may use {limit}; {ways}",
         )
     longest = int(lengths.max())
@@ -483,7 +483,7 @@ def _explained(
         {"cp"} if wider else set(),
         f"document {int(lengths.argmax()):,} has {longest:,} tokens, too many for the {many(ranks, 'rank')} that may "
         f"share it ({too_long}): beside its states a GPU of stage {tight} of {mesh.pp} may use "
-        f"{room[tight] / 1e9:,.1f} GB ({tried}); alone, documents of up to {fits:,} tokens would fit"
+        f"{as_size(room[tight])} ({tried}); alone, documents of up to {fits:,} tokens would fit"
         + (f", or a mesh of cp={wider}" if wider else ""),
     )
 

@@ -12,7 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from varlen.report.page import count, difference, memory, percent, times, tiny
+from varlen.counts import as_size
+from varlen.report.page import count, difference, percent, times, tiny
 
 Role = Literal["baseline", "varlen", "control"]
 
@@ -306,7 +307,7 @@ def _buckets(figures: DemoFigures) -> str:
     return speed + (
         f"Buckets cost in other ways. Their batches are no random samples, which the validation loss {price} "
         f"({difference(gap)} ± {gap_spread:.3f} nats against flattened), and the step with the longest "
-        f"documents needs {memory(buckets.memory_bytes)} (flattened {memory(ours.memory_bytes)})."
+        f"documents needs {as_size(buckets.memory_bytes)} (flattened {as_size(ours.memory_bytes)})."
     )
 
 
@@ -397,7 +398,7 @@ def _methods(figures: DemoFigures) -> Table:
             times(ours.tokens_per_s / method.tokens_per_s),
             times(ours.tokens_per_cpu_s / method.tokens_per_cpu_s),
             f"{method.slots_per_token:.2f}",
-            memory(method.memory_bytes),
+            as_size(method.memory_bytes),
             f"{_mark(method)}{fmean(losses):.3f}±{spread(losses):.3f}",
             style=_STYLES[method.role],
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from statistics import fmean, median
 
-from varlen.counts import many
+from varlen.counts import as_size, many
 from varlen.report import drawing
 from varlen.report.demo import DemoFigures, MethodFigures, findings, headline, loss_gap, spread
 from varlen.report.drawing import pack_figure
@@ -17,7 +17,6 @@ from varlen.report.page import (
     difference,
     facts,
     figure,
-    memory,
     numbers,
     page,
     paragraph,
@@ -181,7 +180,7 @@ def _origin(figures: DemoFigures, method: MethodFigures) -> str:
 
 def _memory(figures: DemoFigures) -> str:
     rows = [
-        drawing.Bar(label=m.title, value=m.memory_bytes, note=memory(m.memory_bytes), kind=m.role)
+        drawing.Bar(label=m.title, value=m.memory_bytes, note=as_size(m.memory_bytes), kind=m.role)
         for m in figures.methods
     ]
     label = "peak memory of each method"

@@ -205,15 +205,6 @@ def size(value_bytes: float) -> str:
     return f"{value_bytes / 1e9:.1f} GB"
 
 
-def memory(value_bytes: float) -> str:
-    """Write bytes in MB or GB of 10⁶ and 10⁹.
-
-    >>> memory(431_000_000), memory(2_890_000_000)
-    ('431 MB', '2.9 GB')
-    """
-    return f"{value_bytes / 1e6:,.0f} MB" if value_bytes < 1e9 else f"{value_bytes / 1e9:.1f} GB"
-
-
 def difference(value: float) -> str:
     """Write a signed difference of losses.
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from varlen.batch.packed import PackedBatch
 from varlen.cost.hardware import Hardware
+from varlen.cost.memory import LAYERS_ON_DEVICE
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
-from varlen.counts import many
-from varlen.errors import SettingError, VarlenError
+from varlen.counts import as_size, many
+from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.feed.loader import PackedLoader
 from varlen.plan.one_gpu import one_gpu_plan
 from varlen.simulate.api import simulate
-from varlen.step_plan import Mesh
+from varlen.simulate.timeline import Timeline
+from varlen.step_plan import Mesh, Offload, Recompute
 from varlen.train.affordable import affordable
 from varlen.train.evaluate import Evaluator
 from varlen.train.loaders import open_loader, steps_of
@@ -33,11 +35,12 @@ from varlen.train.plans import (
     bytes_in_float32,
     cost_of,
     even_slices,
+    has_masters,
     mesh_of,
     method_of,
     search_of,
     shape_of,
-    with_wide_rows,
+    ways_of,
     words_of,
 )
 from varlen.train.samples import Sampler
@@ -45,7 +48,7 @@ from varlen.train.settings import TrainSettings
 from varlen.train.tokens import run_tokenizer, templates_of
 from varlen.train.trackers import check_trackers
 
-_MARGIN = 0.92  # of memory; the rest is the allocator's and the driver's
+_USABLE = 0.92  # of memory; the rest is the allocator's and the driver's
 _STATES = {"adamw": 12.0, "adamw_8bit": 6.0, "muon": 8.0, "adafactor": 4.0}
 """Bytes of the gradient and the optimizer's state of a parameter that is trained."""
 _PLANNED_STEPS, _WIDTH, _INDENT = 4, 80, 13
@@ -65,13 +68,45 @@ class PlanForecast:
     """Of all devices; None without a cost model."""
     chosen: str = ""
     """Recomputation and offloading of the plan that takes most memory."""
-    limit_bytes: float | None = None
-    """Memory of a device that plans may use; None without a cost model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
-    """What a run would do."""
+class Needs:
+    """Memory that a device needs, at most in any step, and has."""
+
+    state_bytes: float | None
+    """Of weights, gradients and the optimizer; None where the model's shape isn't known."""
+    activation_bytes: float | None
+    """The most beside them."""
+    decided_by: str
+    """What takes most beside them: a document of the data, the tokens of a batch, or the planned steps."""
+    memory_bytes: float
+    limit_bytes: float
+    """The part of the memory that a run may use; the rest is the allocator's and the driver's."""
+    device: str
+
+    @property
+    def needed_bytes(self) -> float | None:
+        """Memory that a device needs."""
+        if self.state_bytes is None or self.activation_bytes is None:
+            return None
+        return self.state_bytes + self.activation_bytes
+
+    def words(self) -> str:
+        """Return it as text."""
+        if self.needed_bytes is None:
+            return "not known: the model's shape isn't one that varlen knows"
+        states, beside = as_size(self.state_bytes or 0), as_size(self.activation_bytes or 0)
+        return (
+            f"{as_size(self.needed_bytes)}: {states} for weights, gradients and the optimizer, and {beside} for "
+            f"{self.decided_by}; a run may use {as_size(self.limit_bytes)} of {as_size(self.memory_bytes)} "
+            f"({self.device})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast(Needs):
+    """What a run would do, and the memory that each device needs for it."""
 
     steps: int | None
     """None where the data has to be read to its end to know."""
@@ -89,22 +124,8 @@ class Forecast:
     """Parameters that are trained."""
     sets: int
     """Sets of documents to evaluate."""
-    state_bytes: float | None
-    """Of weights, gradients and the optimizer, on each device; None where the model's shape isn't known."""
-    activation_bytes: float | None
-    """The most beside them in the first step."""
-    memory_bytes: float
-    """That a device has."""
-    device: str
     plan: PlanForecast | None = None
     """None without `[plan]`."""
-
-    @property
-    def needed_bytes(self) -> float | None:
-        """Memory that a device needs."""
-        if self.state_bytes is None or self.activation_bytes is None:
-            return None
-        return self.state_bytes + self.activation_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON has it."""
@@ -126,7 +147,7 @@ class Forecast:
             lines["plan"] = self.plan.words
             if self.plan.steps:
                 lines["predicted"] = self._predicted(self.plan)
-        lines["memory"] = self._memory()
+        lines["memory"] = Needs.words(self)
         every = [
             textwrap.wrap(words, _WIDTH, initial_indent=f"{name:{_INDENT}}", subsequent_indent=" " * _INDENT)
             for name, words in lines.items()
@@ -140,21 +161,13 @@ class Forecast:
             f"first {many(plan.steps, 'step')}, {plan.chosen}"
         )
 
-    def _memory(self) -> str:
-        if self.needed_bytes is None:
-            return "not known: the model's shape isn't one that varlen knows"
-        limit = None if self.plan is None else self.plan.limit_bytes
-        may = "" if limit is None else f", of which plans may use {limit / 1e9:.1f} GB"
-        steps = "the first step" if self.plan is None or not self.plan.steps else "these steps"
-        return (
-            f"{self.needed_bytes / 1e9:.1f} GB of {self.memory_bytes / 1e9:.1f} GB ({self.device}){may}: "
-            f"{(self.state_bytes or 0) / 1e9:.1f} GB for states, {(self.activation_bytes or 0) / 1e9:.1f} GB beside "
-            f"them in {steps}"
-        )
-
 
 def forecast(
-    settings: TrainSettings, processes: int = 1, note: Callable[[str], object] = lambda _: None
+    settings: TrainSettings,
+    processes: int = 1,
+    note: Callable[[str], object] = lambda _: None,
+    *,
+    memory_bytes: float | None = None,
 ) -> Forecast:
     """Open the data, read the first step, plan the first steps, and count what so many processes would take.
 
@@ -164,6 +177,7 @@ def forecast(
         settings: of the run.
         processes: that would train.
         note: shows a sentence.
+        memory_bytes: of a device; None for that of this machine or, of priced plans, of their hardware.
 
     Raises:
         SettingError: a device has too little memory; says how much is needed, and what would need less.
@@ -173,7 +187,7 @@ def forecast(
     if settings.track is not None:
         check_trackers(settings.track)
     mesh = _mesh(settings, processes)
-    device = device_of(settings.run)
+    device = _Device(device_of(settings.run), memory_bytes)
     tokenizer = run_tokenizer(settings.data, settings.model)
     config = model_config(settings.model, tokenizer.vocab_size)
     model = bare_model(config)
@@ -186,11 +200,12 @@ def forecast(
     ranks = Ranks(world_size=processes // mesh.dp * shares)
     with open_loader(read, config, tokenizer, ranks) as loader:
         steps = steps_of(loader, settings)
-        plan = None if settings.plan is None else _planned(settings, config, mesh, loader, device, note)
+        plan, needs = _planned(settings, config, mesh, loader, device, note)
         first = [next(loader, None) for _ in range(loader.micro_batches)]
-    batches = [batch for batch in first if batch is not None]
-    if not batches:
-        raise SettingError("no document to train on; name other data as data.source")
+        batches = [batch for batch in first if batch is not None]
+        if not batches:
+            raise SettingError("no document to train on; name other data as data.source")
+        loads = _loads(settings, loader, batches) if needs is None else []
     if settings.eval is not None:
         _check_sets(read, config, tokenizer, ranks)
     if settings.sample is not None:
@@ -199,9 +214,8 @@ def forecast(
         sum(p.numel() for p in model.parameters()),
         sum(p.numel() for p in model.parameters() if p.requires_grad),
     )
-    memory = None if plan is None else plan[1]
-    if memory is None:
-        memory = _memory(settings, config, counted, batches, mesh, device)
+    if needs is None:
+        needs = _needs(settings, config, counted, loads, mesh, device)
     lengths = np.concatenate([np.asarray(batch.document_lengths) for batch in batches])
     slots = sum(len(batch.pack_ids) for batch in batches) * settings.data.capacity
     found = Forecast(
@@ -214,11 +228,28 @@ def forecast(
         parameters=counted[0],
         trained=counted[1],
         sets=0 if settings.eval is None else len(settings.eval.sets),
-        plan=None if plan is None else plan[0],
-        **memory,
+        plan=plan,
+        **asdict(needs),
     )
-    _check_fits(found, settings)
+    _check_fits(found, settings, config)
     return found
+
+
+class _Device(NamedTuple):
+    """What a run trains on."""
+
+    device: torch.device
+    given_bytes: float | None
+    """Memory to count with in place of its own."""
+
+    def memory(self) -> tuple[float, str]:
+        """Return the memory, and a name."""
+        if self.given_bytes is not None:
+            return self.given_bytes, "as given"
+        if self.device.type == "cuda":
+            found = torch.cuda.get_device_properties(self.device)
+            return float(found.total_memory), found.name
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), "this machine's memory"
 
 
 def _planned(
@@ -226,23 +257,29 @@ def _planned(
     config: Any,
     mesh: Mesh,
     loader: PackedLoader,
-    device: torch.device,
+    device: _Device,
     note: Callable[[str], object],
-) -> tuple[PlanForecast, dict[str, Any] | None]:
-    """Plan the first steps as the run would; returns what is predicted, and the memory of a device."""
+) -> tuple[PlanForecast | None, Needs | None]:
+    """Plan the first steps as the run would; returns what is predicted, and the memory of a device, if priced."""
     plan = settings.plan
-    assert plan is not None, "such a run is planned"
+    if plan is None:
+        return None, None
     if plan.is_even and mesh.num_gpus == 1:
         return PlanForecast(words=even_slices(plan).words, steps=0), None
-    cost = cost_of(settings, shape_of(config, mesh, note), mesh, device, note, keeps_rates=False)
+    shape = shape_of(config, mesh, note)
+    cost = cost_of(
+        settings, shape, mesh, device.device, note, keeps_rates=False, memory_bytes=device.given_bytes
+    )
     ways: dict[str, Any] = {"cost": cost, "mesh": mesh, "recompute": plan.recompute, "offload": plan.offload}
+    ways |= {"method": method_of(plan), "search": search_of(plan)}
     lengths = [each for step in range(_PLANNED_STEPS) if (each := loader.lengths(step)) is not None]
-    plans = [affordable(each, method=method_of(plan), search=search_of(plan), **ways) for each in lengths]
+    plans = [affordable(each, **ways) for each in lengths]
     if not plans:
         raise SettingError("no document to train on; name other data as data.source")
     timelines = [simulate(each, cost.as_planned(each)) for each in plans]
     seconds = sum(each.makespan_s for each in timelines)
-    most = max(timelines, key=lambda each: each.peak_bytes)
+    alone = _longest_alone(loader, max(int(each.max()) for each in lengths), ways)
+    most = max(timelines if alone is None else [*timelines, alone], key=lambda each: each.peak_bytes)
     is_wide = settings.run.precision == "fp32"
     needed, limit = (
         bytes_in_float32(each, cost, mesh) if is_wide else each
@@ -256,10 +293,29 @@ def _planned(
         step_s=seconds / len(plans),
         tokens_per_s=float(sum(each.sum() for each in lengths)) / seconds,
         chosen=f'recompute "{most.plan.recompute}", offload "{most.plan.offload}"',
-        limit_bytes=limit,
     )
-    memory = {"state_bytes": state_bytes, "activation_bytes": max(needed - state_bytes, 0.0)}
-    return found, {**memory, "memory_bytes": limit / cost.memory_fraction, "device": name}
+    return found, Needs(
+        state_bytes=state_bytes,
+        activation_bytes=max(needed - state_bytes, 0.0),
+        decided_by=f"the longest document, of {int(most.plan.lengths.max()):,} tokens"
+        if most is alone
+        else "these steps",
+        memory_bytes=limit / cost.memory_fraction,
+        limit_bytes=limit,
+        device=name,
+    )
+
+
+def _longest_alone(loader: PackedLoader, planned: int, ways: Mapping[str, Any]) -> Timeline | None:
+    """Simulate a step of the longest document alone; None if a planned step has one of so many tokens."""
+    tokens, number = _longest_by_slices(loader, loader.settings.capacity)[1]
+    if tokens <= planned:
+        return None
+    try:
+        plan = affordable(np.array([tokens], np.int32), **ways)
+    except PlanError as error:
+        raise PlanError(f"the longest document, {loader.where(number)}, alone in a step: {error}") from None
+    return simulate(plan, ways["cost"].as_planned(plan))
 
 
 def _mesh(settings: TrainSettings, processes: int) -> Mesh:
@@ -280,75 +336,143 @@ def _check_sets(settings: TrainSettings, config: Any, tokenizer: Any, ranks: Ran
         Evaluator(settings, config, tokenizer, ranks, None, stack)
 
 
-def _memory(
+def _longest_by_slices(loader: PackedLoader, slice_tokens: int) -> dict[int, tuple[int, int]]:
+    """Return the tokens and the number of the longest document of each number of slices.
+
+    Documents are what a pack holds of them.
+    """
+    capacity, drops = loader.settings.capacity, loader.settings.overlong == "drop"
+    found: dict[int, tuple[int, int]] = {}
+    before = 0
+    for lengths in loader.all_lengths():
+        tokens = np.where(drops & (lengths > capacity), 0, np.minimum(lengths, capacity))
+        order = np.argsort(tokens, kind="stable")
+        slices = -(-tokens[order] // slice_tokens)
+        for last in np.flatnonzero(np.diff(slices, append=-1)).tolist():
+            one = (int(tokens[order[last]]), before + int(order[last]))
+            count = int(slices[last])
+            found[count] = max(found.get(count, one), one)
+        before += len(lengths)
+    return found
+
+
+def _loads(
+    settings: TrainSettings, loader: PackedLoader, batches: list[PackedBatch]
+) -> list[tuple[int, str]]:
+    """Return the tokens of documents one of which takes most memory, and words for each.
+
+    More tokens in as many slices take more memory, but slices are shorter where there is one more of them.
+    """
+    if settings.plan is None:
+        tokens = max(len(batch.pack_ids) for batch in batches) * settings.data.capacity
+        return [(tokens, f"a batch of {tokens:,} tokens")]
+    slice_tokens = ways_of(settings.plan)[0]
+    by_slices = _longest_by_slices(loader, slice_tokens)
+    most = max(by_slices)
+    found = [
+        (
+            tokens,
+            f"{'the longest' if count == most else 'a'} document, of {tokens:,} tokens ({loader.where(number)})",
+        )
+        for count, (tokens, number) in by_slices.items()
+        if count > 1
+    ]
+    if 1 in by_slices:
+        packed = min(slice_tokens, settings.data.capacity)
+        found.append((packed, f"short documents of {packed:,} tokens at once"))
+    return found
+
+
+def _needs(
     settings: TrainSettings,
     config: Any,
     counted: tuple[int, int],
-    batches: list[PackedBatch],
+    loads: list[tuple[int, str]],
     mesh: Mesh,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Return the bytes of states and the most beside them, and what a device has, as `Forecast` holds them.
+    device: _Device,
+) -> Needs:
+    """Return the memory that whole packs, or slices of one process, need on a device.
 
-    Of whole packs, or of slices of one process.
+    Args:
+        settings: of the run.
+        config: of the model.
+        counted: parameters, and those of them that are trained.
+        loads: of `_loads`.
+        mesh: of the processes.
+        device: of the run.
     """
     parameters, trained = counted
-    memory_bytes, name = _device(device)
-    found = {"state_bytes": None, "activation_bytes": None, "memory_bytes": memory_bytes, "device": name}
+    plan = settings.plan
+    memory_bytes, name = device.memory()
+    share = _USABLE if plan is None else plan.memory_fraction
+    found = Needs(
+        state_bytes=None,
+        activation_bytes=None,
+        decided_by="",
+        memory_bytes=memory_bytes,
+        limit_bytes=share * memory_bytes,
+        device=name,
+    )
     shards = mesh.dp if mesh.sharding == "parameters" else 1
-    state_bytes = (4.0 * parameters + _STATES[settings.optimizer.name] * trained) / shards
+    # Slices in half precision have float32 masters beside the weights.
+    weight = 6.0 if plan is not None and has_masters(settings.run) else 4.0
+    state_bytes = (weight * parameters + _STATES[settings.optimizer.name] * trained) / shards
     try:
         shape = ModelShape.from_config(config)
     except VarlenError:
         return found
-    is_wide = settings.run.precision == "fp32"
-    recompute: Any = "full" if settings.run.checkpoint_activations else "none"
-    rows = max(len(batch.pack_ids) for batch in batches) * settings.data.capacity
-    if settings.plan is not None:
-        rows = settings.plan.slice_tokens or 8192
-        recompute = "full" if settings.plan.recompute == "auto" else settings.plan.recompute
-    lengths = np.concatenate([np.asarray(batch.document_lengths) for batch in batches]).astype(np.int32)
-    cost = CostModel(
-        model=shape, hardware=Hardware.named("h200"), kernels="eager", states="float32", recompute=recompute
+    recompute: Recompute = "full" if settings.run.checkpoint_activations else "none"
+    offload: Offload = "none"
+    slice_tokens = max(tokens for tokens, _ in loads)
+    if plan is not None:
+        slice_tokens, recompute, offload = ways_of(plan)
+    cost = CostModel(model=shape, hardware=Hardware.named("h200"), kernels="eager", states="float32")
+    beside = {}
+    for tokens, words in loads:
+        lengths = np.array([tokens], np.int32)
+        step = one_gpu_plan(lengths, slice_tokens, recompute=recompute, offload=offload)
+        beside[words] = float(simulate(step, cost.as_planned(step)).peak_bytes)
+    decided_by = max(beside, key=lambda words: beside[words])
+    more = max(beside[decided_by] - float(cost.memory(Mesh()).state_bytes.max()), 0.0)
+    return replace(
+        found,
+        state_bytes=state_bytes,
+        activation_bytes=more * (WIDE if settings.run.precision == "fp32" else 1),
+        decided_by=decided_by,
     )
-    cost = with_wide_rows(cost, Mesh()) if is_wide else cost
-    plan = one_gpu_plan(lengths, rows, recompute=recompute)
-    beside = float(simulate(plan, cost).peak_bytes - cost.memory(Mesh()).state_bytes.max())
-    return {
-        **found,
-        "state_bytes": state_bytes,
-        "activation_bytes": max(beside, 0.0) * (WIDE if is_wide else 1),
-    }
 
 
-def _device(device: torch.device) -> tuple[float, str]:
-    """Return the memory of a device, and its name."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory), torch.cuda.get_device_name(
-            device
-        )
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), "this machine's memory"
-
-
-def _check_fits(found: Forecast, settings: TrainSettings) -> None:
+def _check_fits(found: Forecast, settings: TrainSettings, config: Any) -> None:
     needed = found.needed_bytes
     is_planned = found.plan is not None and found.plan.steps  # by plans that fit
-    if needed is None or is_planned or needed <= _MARGIN * found.memory_bytes:
+    if needed is None or is_planned or needed <= found.limit_bytes:
         return
-    out = []
-    if settings.plan is None and not settings.run.checkpoint_activations:
+    out = _ways_out(found, settings, ModelShape.from_config(config))
+    way_out = f"{', or '.join(out)} would need less" if out else "a device with more memory would do"
+    raise SettingError(f"a process would need about {Needs.words(found)}, and {way_out}")
+
+
+def _ways_out(found: Forecast, settings: TrainSettings, shape: ModelShape) -> list[str]:
+    """Return the settings that would need less memory."""
+    run, plan, out = settings.run, settings.plan, []
+    is_beside = (found.activation_bytes or 0) > (found.state_bytes or 0)
+    if plan is None and not run.checkpoint_activations:
         out.append("run.checkpoint_activations = true")
-    if (found.activation_bytes or 0) > (found.state_bytes or 0):
-        out.append("a smaller data.micro_batch_size or data.capacity")
-    if settings.plan is None:
+    if is_beside and run.precision == "fp32":
+        out.append('run.precision = "bf16"')
+    if plan is None:
+        out += ["a smaller data.micro_batch_size or data.capacity"] * is_beside
         out.append("[plan], which runs slices")
+    elif is_beside:
+        slice_tokens, recompute, offload = ways_of(plan)
+        if recompute != "full":
+            out.append('plan.recompute = "full"')
+        if slice_tokens > plan.least_rows:
+            out.append("a smaller plan.slice_tokens")
+        if offload == "none" and shape.layers > LAYERS_ON_DEVICE:
+            out.append('plan.offload = "kv"')
     if settings.adapter is None:
         out.append("[adapter], which trains few parameters")
-    if found.processes > 1 and settings.run.parallel != "fsdp":
+    if found.processes > 1 and run.parallel != "fsdp":
         out.append('run.parallel = "fsdp"')
-    way_out = f"{', or '.join(out)} would need less" if out else "use a device with more memory"
-    raise SettingError(
-        f"a process would need about {needed / 1e9:.1f} GB and has {found.memory_bytes / 1e9:.1f} GB "
-        f"({found.device}): {(found.state_bytes or 0) / 1e9:.1f} GB for weights, gradients and the optimizer, and "
-        f"{(found.activation_bytes or 0) / 1e9:.1f} GB beside them in the first step; {way_out}"
-    )
+    return out

@@ -236,13 +236,20 @@ def words_of(plan: PlanSettings, mesh: Mesh) -> str:
 
 def even_slices(plan: PlanSettings) -> RunPlans:
     """Return plans of one process, which need no cost model."""
-    rows = SLICE_TOKENS if plan.slice_tokens is None else plan.slice_tokens
-    recompute: Recompute = "full" if plan.recompute == "auto" else plan.recompute
-    offload: Offload = "none" if plan.offload == "auto" else plan.offload
+    rows, recompute, offload = ways_of(plan)
     words = f'slices of up to {rows:,} tokens, recompute "{recompute}"'
     words += f', offload "{offload}"' if offload != "none" else ""
     return RunPlans(
         lambda _, lengths: one_gpu_plan(lengths, rows, recompute=recompute, offload=offload), words
+    )
+
+
+def ways_of(plan: PlanSettings) -> tuple[int, Recompute, Offload]:
+    """Return the most tokens of a slice of one process, what is recomputed, and what is offloaded."""
+    return (
+        SLICE_TOKENS if plan.slice_tokens is None else plan.slice_tokens,
+        "full" if plan.recompute == "auto" else plan.recompute,
+        "none" if plan.offload == "auto" else plan.offload,
     )
 
 
@@ -254,8 +261,19 @@ def cost_of(
     note: Callable[[str], object],
     *,
     keeps_rates: bool = True,
+    memory_bytes: float | None = None,
 ) -> CostModel:
-    """Return the cost model that prices plans; rates that are measured are kept in the run's folder, or nowhere."""
+    """Return the cost model that prices plans; rates that are measured are kept in the run's folder, or nowhere.
+
+    Args:
+        settings: of the run.
+        shape: of the model.
+        mesh: of the processes.
+        device: that is measured, where no hardware is named.
+        note: shows a sentence.
+        keeps_rates: whether measured rates are kept.
+        memory_bytes: of a device; None for that of the hardware.
+    """
     plan, is_wide = settings.plan, settings.run.precision == "fp32"
     assert plan is not None, "such a run is planned"
     hardware = hardware_of(
@@ -267,6 +285,8 @@ def cost_of(
         note=note,
         is_kept=keeps_rates,
     )
+    if memory_bytes is not None:
+        hardware = replace(hardware, memory_bytes=memory_bytes)
     cost = CostModel(
         model=shape,
         hardware=hardware,
