@@ -193,7 +193,7 @@ ENDS = {"wandb": (ended_wandb, [[1], [0]]), "mlflow": (ended_mlflow, [["FAILED"]
 @pytest.mark.parametrize("name", [installed(name) for name in ENDS])
 def test_a_record_says_whether_its_run_failed(store, tmp_path, name):
     read, wanted = ENDS[name]
-    with pytest.raises(VarlenError, match="Fails.on_step failed"):
+    with pytest.raises(VarlenError, match=r"Fails\.on_step failed"):
         train(tracked(store, tmp_path / "failed", name), callbacks=[Fails()])
     train(tracked(store, tmp_path / "ended", name))
 

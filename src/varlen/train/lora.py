@@ -47,7 +47,8 @@ def add_adapter(model: Any, settings: AdapterSettings) -> None:
     """Add an adapter to a model, in place; all other parameters are frozen."""
     if importlib.util.find_spec("peft") is None:
         raise SettingError(
-            f"[adapter] needs peft, which isn't installed; install it ({installation('peft')}), or leave the table out"
+            f"[adapter] needs peft, which isn't installed; install it ({installation('peft')}), or leave the table "
+            "out"
         )
     from peft import inject_adapter_in_model
 

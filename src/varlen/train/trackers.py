@@ -1,8 +1,8 @@
 """Trackers of experiments: TensorBoard, Weights & Biases and MLflow behind one protocol.
 
-A run that resumes continues its record. Steps that are trained again after a kill have the same numbers, unless settings
-have changed. TensorBoard's files drop such steps, MLflow says which it has, and Weights & Biases, which writes a little
-later than it is called, records them again, so that no step is missing.
+A run that resumes continues its record. Steps that are trained again after a kill have the same numbers, unless
+settings have changed. TensorBoard's files drop such steps, MLflow says which it has, and Weights & Biases, which
+writes a little later than it is called, records them again, so that no step is missing.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self, failed: bool) -> None:
+    def close(self, failed: bool) -> None:  # noqa: ARG002 - its files don't say how a run ended
         self._writer.close()
 
 

@@ -116,7 +116,9 @@ class BatchReport:
         with_model = f"; {self.model}, attention {self.attention}" if self.model else ""
         assumed = ""
         if not self.has_boundaries:
-            assumed = " (each row taken for one: the batch has no boundaries; pass lengths= if rows hold several)"
+            assumed = (
+                " (each row taken for one: the batch has no boundaries; pass lengths= if rows hold several)"
+            )
         elif self.is_assumed:
             assumed = " (position_ids count on through each row; pass lengths= if rows hold several)"
         head = (
