@@ -197,11 +197,14 @@ class _Run:
             files = {"train": self._metrics, "eval": self._evaluations}
             seen = {kind: file.seen for kind, file in files.items() if file is not None}
             callbacks.add(stack.enter_context(trackers_of(settings, self._done, seen, callbacks.note)))
-        self._sampler: Sampler | None = None
-        self._samples: MetricsFile | None = None
-        if settings.sample is not None:
-            self._sampler = Sampler(settings, self._tokenizer, self._templates)
-            self._samples = self._lines(SAMPLES, self._done, Sample)
+        self._sampler, self._samples = self._sampling()
+
+    def _sampling(self) -> tuple[Sampler | None, MetricsFile | None]:
+        """Return what writes texts, and the first rank's file of them."""
+        if self._settings.sample is None:
+            return None, None
+        sampler = Sampler(self._settings, self._tokenizer, self._templates)
+        return sampler, self._lines(SAMPLES, self._done, Sample)
 
     def _lines(self, name: str, after: int, kind: type[Any]) -> MetricsFile | None:
         """Open a file of lines on the first rank."""
