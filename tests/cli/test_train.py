@@ -111,8 +111,8 @@ def test_a_run_by_plans_says_which_and_what_they_cost(run_train, store, tmp_path
         (["a.toml", "--set", "run.stepz=1"], "run.stepz is no setting; the nearest is run.steps"),
         (["a.toml", "--set", "data.source=nowhere"], "nowhere"),
         (
-            ["a.toml", "--set", "model.settings.max_position_embeddings=64"],
-            "capacity 128 is longer than the 64",
+            ["a.toml", "--set", "model.settings.max_position_embeddings=4"],
+            "capacity 128 is longer than the 4 positions",
         ),
     ],
 )

@@ -442,7 +442,7 @@ def test_a_seed_decides_the_weights_and_attention_is_per_document():
     ("changes", "words"),
     [
         ({"model__settings": LLAMA | {"vocab_size": 200}}, "260 tokens, but the model knows 200"),
-        ({"data__capacity": 256}, "capacity 256 is longer than the 128 positions"),
+        ({"model__settings": LLAMA | {"max_position_embeddings": 4}}, "is longer than the 4 positions"),
         ({"model__settings": {"hidden_sise": 4}}, "the nearest is model.settings.hidden_size"),
         ({"model__settings": {"hidden_size": "wide"}}, "model.settings are refused by llama"),
         ({"model__type": "lama"}, "the nearest of its 1"),
