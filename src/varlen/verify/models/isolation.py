@@ -174,8 +174,7 @@ def check_isolation(
     trial, base = Trial(called, batch, inputs, seed), hf.unwrap(model)
     facts: dict[str, Any] = {
         "model": type(base).__name__
-        if called is model
-        else f"{type(called).__name__} ({type(base).__name__})",
+        + ("" if called is model else f" inside {type(hf.unwrap(called)).__name__}"),
         "attention": hf.implementation(model),
         "dtype": str(base.dtype).removeprefix("torch."),
         "layout": f"{batch.layout} {list(batch.input_ids.shape)}",
