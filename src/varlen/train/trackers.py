@@ -215,7 +215,7 @@ class _WeightsAndBiases:
         kept = {} if run.record is None else run.seen
         self.last: Mapping[str, int] = {kind: min(step, run.done) for kind, step in kept.items()}
         # A kill loses what the library holds back, 15 s as it is set; versions without this setting write at once.
-        soon = {_FLUSH: 0.1} if _FLUSH in wandb.Settings.model_fields else {}
+        soon: dict[str, Any] = {_FLUSH: 0.1} if _FLUSH in wandb.Settings.model_fields else {}
         self._run: Any = wandb.init(
             project=run.settings.project,
             name=run.settings.name,

@@ -384,7 +384,7 @@ def test_a_module_of_ones_own_around_a_model_is_called_itself(adds, verdict):
     report = check_isolation(model, packed("rows"))
 
     assert report.verdict == verdict, str(report)
-    assert report.model == "Own (LlamaForCausalLM)"
+    assert report.model == "LlamaForCausalLM inside Own"
     assert all(module.training for module in model.modules() if module is not model.inner)
 
 

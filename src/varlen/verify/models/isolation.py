@@ -225,7 +225,7 @@ def _name_of(called: Any, model: Any, whole: Any) -> str:
     name = type(hf.unwrap(model)).__name__
     if model is not whole:
         return f"{name} below the head of {type(hf.unwrap(whole)).__name__}"
-    return name if called is model else f"{type(called).__name__} ({name})"
+    return name if called is model else f"{name} inside {type(hf.unwrap(called)).__name__}"
 
 
 def inputs_of(model: Any) -> Inputs:
