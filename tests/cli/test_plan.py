@@ -485,7 +485,9 @@ def test_rates_of_a_machine_that_varied_are_not_to_be_planned_with():
 
     assert unsteady(steady) == ""
     said = unsteady(varied).replace("\N{NO-BREAK SPACE}", " ")
-    assert said.startswith("Don't plan with these rates: the two halves of the rounds differ by 149.6 %, so")
+    assert said.startswith(
+        "Don't plan with these rates: the two halves of the rounds differ by 149.6 %. Measure"
+    )
 
 
 def test_the_share_of_one_tensor_parallel_gpu_has_its_heads_and_columns():

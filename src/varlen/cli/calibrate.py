@@ -131,8 +131,8 @@ def unsteady(found: Calibration) -> str:
     if found.repeat_mape <= _STEADY:
         return ""
     return (
-        f"Don't plan with these rates: the two halves of the rounds differ by {_joined(share(found.repeat_mape))}, "
-        "so something else ran on this machine. Measure again while it is idle, with more --seconds."
+        f"Don't plan with these rates: the two halves of the rounds differ by {_joined(share(found.repeat_mape))}. "
+        "Measure again while nothing else runs on this machine, with more --seconds."
     )
 
 

@@ -99,15 +99,22 @@ def plan(
         else:
             from varlen.report.plan import compare
 
-            fixed = {} if recompute == "auto" else {"recompute": recompute}
-            if memory_fraction != MEMORY_FRACTION:
-                fixed["memory_fraction"] = memory_fraction
-            told = {"tokens": tokens, "settings": {"hardware": hardware, **fixed}}
-            compared = compare(found[0], more=found[1:], **settings, **told)
+            settings |= {"tokens": tokens, "settings": _of_a_run(hardware, recompute, memory_fraction)}
+            compared = compare(found[0], more=found[1:], **settings)
     if sweep:
         show_sweep(swept, as_json=as_json)
     else:
         show(compared, outputs, cost, as_json=as_json)
+
+
+def _of_a_run(hardware: str, recompute: str, memory_fraction: float) -> dict[str, str | float]:
+    """Return the settings of `[plan]` that arguments name, without those at their defaults."""
+    found: dict[str, str | float] = {"hardware": hardware}
+    if recompute != "auto":
+        found["recompute"] = recompute
+    if memory_fraction != MEMORY_FRACTION:
+        found["memory_fraction"] = memory_fraction
+    return found
 
 
 def _named(data: list[str] | None, seconds: float | None) -> list[str]:
