@@ -27,7 +27,6 @@ from tests.support.training import (
 )
 
 from varlen.cli.train import Lines, Live, live_parts, run_display, step_parts
-from varlen.train import dry_run
 from varlen.train.callbacks import RunOverview
 from varlen.train.metrics import StepMetrics
 
@@ -145,10 +144,13 @@ def test_a_dry_run_ends_in_one_sentence_where_a_run_would_fail(run_train, store,
         assert (code, out) == (2, ""), said
         assert said.splitlines()[-1].startswith("varlen: ")
         assert words in said.splitlines()[-1]
-    monkeypatch.setattr(dry_run, "_device", lambda device: (1e6, "a small card"))
-    code, out, said = run_train("a.toml", "--dry-run")
+    code, out, said = run_train("a.toml", "--dry-run", "--memory", "0.001")
     assert (code, out) == (2, "")
-    assert re.fullmatch(r"varlen: a process would need about .* would need less\n", said)
+    assert re.fullmatch(
+        r"varlen: a process would need about .* of 1.0 MB \(as given\), and .* would need less\n", said
+    )
+    for asked in (["--memory", "24"], ["--dry-run", "--memory", "0"]):
+        assert "is of --dry-run, and above 0 GB" in run_train("a.toml", *asked)[2]
     assert not (tmp_path / "run").exists()
 
 

@@ -428,9 +428,26 @@ def test_the_lengths_of_a_mixture_are_those_of_its_batches(store, tmp_path):
         assert loader.lengths(max(held) + 1) is None
 
 
+def test_the_lengths_of_all_documents_are_in_the_order_of_their_numbers(store, tmp_path):
+    mixture = vl.Mixture({"a": store, "b": random_store(tmp_path / "b", seed=6)}, weights={"a": 2, "b": 1})
+    for data, least in ((store, 200), (mixture, 300)):
+        with loader_of(data, epochs=1, capacity=16) as loader:
+            loader.seek(2)
+            lengths = np.concatenate(list(loader.all_lengths()))
+            steps = [loader.documents(step) for step in range(len(loader))]
+        ends = np.zeros(len(lengths), np.int64)  # of the last piece that was seen
+        for step in steps:
+            np.maximum.at(ends, step.document_ids, step.stops)
+        assert (ends > 16).any(), "some are split"
+        assert (ends > 0).sum() >= least
+        assert (lengths[ends > 0] == ends[ends > 0]).all()
+
+
 def test_in_streaming_lengths_of_coming_steps_are_refused(texts):
-    with streaming_of(texts) as loader, pytest.raises(SettingError, match=r"index them \(varlen index\)"):
-        loader.lengths(0)
+    with streaming_of(texts) as loader:
+        for ask in (lambda: loader.lengths(0), loader.all_lengths):
+            with pytest.raises(SettingError, match=r"index them \(varlen index\)"):
+                ask()
 
 
 def test_finding_a_step_makes_the_tables_of_the_epochs_up_to_it_and_no_others(store, tmp_path, monkeypatch):

@@ -694,7 +694,7 @@ def warn_overlong_read(ledger: Ledger, settings: LoaderSettings) -> bool:
 def _log_overlong(which: str, settings: LoaderSettings) -> None:
     others = [name for name in POLICIES if name != settings.overlong]
     _log.warning(
-        "%s longer than capacity %s, and %s; overlong=%s does otherwise, and stats().ledger counts all",
+        "%s longer than capacity %s, and %s; overlong=%s does otherwise",
         which,
         f"{settings.capacity:,}",
         POLICIES[settings.overlong].becomes,

@@ -288,7 +288,7 @@ class PlanSettings:
     method: PlanMethod | None = None
     """A method of `vl.plan_step`; left out: "micropack", or slices of `slice_tokens` for one process."""
     slice_tokens: Tokens | None = None
-    """Maximum rows that one process runs at once, without hardware; left out: 8,192."""
+    """Maximum tokens that one process runs at once, without hardware; left out: 8,192."""
     pp: int = 1
     """Pipeline stages; must divide the number of processes."""
     cp: int = 1
@@ -303,15 +303,16 @@ class PlanSettings:
     calibrate_s: float = 20.0
     """Duration of this calibration."""
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
-    """Activations that are computed again in the backward pass; "auto": as few as memory and speed require, and all
-    for slices of `slice_tokens`."""
+    """Activations that are computed again in the backward pass; "auto": as few as memory and speed require; for slices
+    of `slice_tokens` it means "full"."""
     offload: Literal["auto", "none", "kv"] = "auto"
     """"kv": keys, values and their gradients of all but two layers in host memory; "auto": only if a step doesn't fit
-    otherwise, and never for slices of `slice_tokens`."""
+    otherwise; for slices of `slice_tokens` it means "none"."""
     merges: bool = True
     """Whether data-parallel ranks share documents if that is faster, or necessary for memory."""
     memory_fraction: float = MEMORY_FRACTION
-    """Fraction of a GPU's memory that plans may use."""
+    """Fraction of a GPU's memory that plans may use. Slices of `slice_tokens` don't depend on it, and a dry run refuses
+    those that need more."""
     least_rows: Tokens = 2048
     """Rows that a slice of a document has at least: attention kernels are slow on fewer."""
     quick: PlanMethod = "sliced"
