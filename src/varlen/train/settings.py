@@ -303,16 +303,16 @@ class PlanSettings:
     calibrate_s: float = 20.0
     """Duration of this calibration."""
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
-    """Activations that are computed again in the backward pass; "auto": as few as memory and speed require; for slices
-    of `slice_tokens` it means "full"."""
+    """Activations that are computed again in the backward pass; "auto": as few as memory and speed require; for
+    slices of `slice_tokens` it means "full"."""
     offload: Literal["auto", "none", "kv"] = "auto"
     """"kv": keys, values and their gradients of all but two layers in host memory; "auto": only if a step doesn't fit
     otherwise; for slices of `slice_tokens` it means "none"."""
     merges: bool = True
     """Whether data-parallel ranks share documents if that is faster, or necessary for memory."""
     memory_fraction: float = MEMORY_FRACTION
-    """Fraction of a GPU's memory that plans may use. Slices of `slice_tokens` don't depend on it, and a dry run refuses
-    those that need more."""
+    """Fraction of a GPU's memory that plans may use. Slices of `slice_tokens` don't depend on it, and a dry run
+    refuses those that need more."""
     least_rows: Tokens = 2048
     """Rows that a slice of a document has at least: attention kernels are slow on fewer."""
     quick: PlanMethod = "sliced"
