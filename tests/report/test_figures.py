@@ -155,7 +155,7 @@ def test_what_the_fastest_plan_costs_stands_beside_its_json():
 
     assert differ([facts["memory"].partition(" on ")[0]], [best["peak_bytes"]]) == []
     assert [one.is_of(value) for one, value in zip(figures(facts["memory"]), [
-        best["peak_bytes"], best["margin_bytes"], best["margin_ratio"], tree["limit_bytes"],
+        best["peak_bytes"], tree["limit_bytes"], tree["kept_free_bytes"], tree["memory_bytes"],
     ], strict=True)] == [True] * 4  # fmt: skip
     hours = [row["gpu_hours_per_billion_tokens"] for row in (best, other)]
     prices = [row["cost_per_billion_tokens"] for row in (best, other)]

@@ -70,7 +70,7 @@ def truncation(comparison: PlanComparison) -> str:
 def notes(comparison: PlanComparison) -> list[str]:
     """Return caveats on the step and its documents."""
     step = comparison.documents
-    several = " --steps 6 plans several." if step.num_steps > 1 and not comparison.steps else ""
+    several = " --steps N plans several." if step.num_steps > 1 and not comparison.steps else ""
     found = (
         sampling(step) + several,
         truncation(comparison),
