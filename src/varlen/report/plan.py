@@ -277,7 +277,6 @@ class PlanComparison:
             "lower_bound_s": self.lower_bound_s,
             "memory_bytes": self.memory_bytes,
             "limit_bytes": self.limit_bytes,
-            "memory_bytes": self.memory_bytes,
             "kept_free_bytes": self.memory_bytes - self.limit_bytes,
             "model_flops": self.model_flops,
             "peak_flops": self.peak_flops,
