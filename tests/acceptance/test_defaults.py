@@ -134,7 +134,7 @@ OF_OTHERS = {
     "--rdzv-endpoint", "--nnodes", "--node-rank", "--no-kill",
 }  # fmt: skip
 """Options of torchrun, srun and pip."""
-OF_TRANSFORMERS = {"output_router_logits", "attn_implementation", "trust_remote_code"}
+OF_TRANSFORMERS = {"output_router_logits", "attn_implementation", "trust_remote_code", "stop_strings"}
 PUBLIC = re.compile(r"\bvl\.([A-Za-z_]\w*)((?:\.[a-z_]\w*)?)(\([^()]*\))?")
 COMMAND = re.compile(r"\bvarlen (pack|index|inspect|plan|train|verify|demo|audit)\b([^;,.)\n`]*)")
 

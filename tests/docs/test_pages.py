@@ -18,7 +18,7 @@ from tests.support.offline_packs import write_texts
 
 PAGES = {page.relative_to(pages.ROOT).as_posix(): page for page in pages.pages()}
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-COMMANDS = ("make", "varlen", "pip", "git", "cd", "python", "torchrun", "axolotl", ".ci/run")
+COMMANDS = ("make", "varlen", "pip", "git", "cd", "cp", "echo", "python", "torchrun", "axolotl", ".ci/run")
 
 
 def anchors(text: str) -> set[str]:
