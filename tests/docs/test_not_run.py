@@ -130,6 +130,7 @@ def test_tests_of_the_list_are_there_and_the_list_is_printed(root, capsys):
             for word in how.split():
                 assert not word.startswith("tests/") or (root / word.rstrip(";")).is_file(), word
             lines.append(f"  {page}: {beginning} … {how}")
+    lines += [f"  {page}: all of it … make soak" for page in pages.LONG]
 
     with capsys.disabled():
         print("\nExamples of pages that run elsewhere, or need what isn't here:", *lines, sep="\n")

@@ -50,7 +50,14 @@ def has_help(verb: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name != "README.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.soak if name in pages.LONG else ())
+        for name in PAGES
+        if name != "README.md"
+    ],
+)
 def test_every_block_of_the_page_prints_what_the_page_says(name):
     assert pages.differences(PAGES[name]) == []
 
