@@ -11,6 +11,7 @@ import pytest
 from tests.support.training import CONTEXT, Notes, metrics_of, rewound, settings, table
 
 from varlen.errors import SettingError, VarlenError
+from varlen.signals import Stopped
 from varlen.train import train
 from varlen.train.callbacks import Callback
 from varlen.train.dry_run import forecast
@@ -187,7 +188,18 @@ def ended_mlflow(output):
     return [MlflowClient().get_run(record).info.status]
 
 
-ENDS = {"wandb": (ended_wandb, [[1], [0]]), "mlflow": (ended_mlflow, [["FAILED"], ["FINISHED"]])}
+ENDS = {
+    "wandb": (ended_wandb, [[1], [0], [0]]),
+    "mlflow": (ended_mlflow, [["FAILED"], ["FINISHED"], ["FINISHED"]]),
+}
+
+
+class StopsItself(Callback):
+    """Sends its process the signal of a scheduler after a step."""
+
+    def on_step(self, metrics):
+        if metrics.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("name", [installed(name) for name in ENDS])
@@ -195,9 +207,11 @@ def test_a_record_says_whether_its_run_failed(store, tmp_path, name):
     read, wanted = ENDS[name]
     with pytest.raises(VarlenError, match=r"Fails\.on_step failed"):
         train(tracked(store, tmp_path / "failed", name), callbacks=[Fails()])
+    with pytest.raises(Stopped):
+        train(tracked(store, tmp_path / "stopped", name), callbacks=[StopsItself()])
     train(tracked(store, tmp_path / "ended", name))
 
-    assert [read(tmp_path / output) for output in ("failed", "ended")] == wanted
+    assert [read(tmp_path / output) for output in ("failed", "stopped", "ended")] == wanted
 
 
 @pytest.mark.parametrize("name", [installed(name) for name in TRACKERS])

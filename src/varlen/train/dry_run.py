@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from varlen.arguments import MEMORY_FRACTION
 from varlen.batch.packed import PackedBatch
 from varlen.cost.hardware import Hardware
 from varlen.cost.memory import LAYERS_ON_DEVICE
@@ -48,7 +49,6 @@ from varlen.train.settings import TrainSettings
 from varlen.train.tokens import run_tokenizer, templates_of
 from varlen.train.trackers import check_trackers
 
-_USABLE = 0.92  # of memory; the rest is the allocator's and the driver's
 _STATES = {"adamw": 12.0, "adamw_8bit": 6.0, "muon": 8.0, "adafactor": 4.0}
 """Bytes of the gradient and the optimizer's state of a parameter that is trained."""
 _PLANNED_STEPS, _WIDTH, _INDENT = 4, 80, 13
@@ -404,7 +404,7 @@ def _needs(
     parameters, trained = counted
     plan = settings.plan
     memory_bytes, name = device.memory()
-    share = _USABLE if plan is None else plan.memory_fraction
+    share = MEMORY_FRACTION if plan is None else plan.memory_fraction
     found = Needs(
         state_bytes=None,
         activation_bytes=None,

@@ -68,7 +68,7 @@ class RunPlans:
             words: a description.
             cost: what prices plans.
             path: of the record.
-            of_evaluation: given to loaders of evaluations; None for `given`, which must be no planner then.
+            of_evaluation: given to loaders of evaluations, which read nothing ahead on any rank; None for `given`.
         """
         self.of_evaluation = given if of_evaluation is None else of_evaluation
         self.given, self.words, self._cost, self._path = given, words, cost, path
@@ -174,7 +174,7 @@ def plans_of(
     shape = shape_of(config, mesh, note)
     words = words_of(plan, mesh)
     if not ranks.is_first:
-        return RunPlans(PlansOfAnotherRank(plan.ahead), words)
+        return RunPlans(PlansOfAnotherRank(plan.ahead), words, of_evaluation=PlansOfAnotherRank(0))
     cost = cost_of(settings, shape, mesh, ranks.device, note)
     search, method = search_of(plan), method_of(plan)
     # The quick plan needs no close search, unless it must equal the plan of the same method.

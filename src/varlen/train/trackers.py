@@ -78,7 +78,7 @@ def trackers_of(
     folder = settings.run.folder
     records = _records(folder / RECORDS) if done else {}
     configuration = json.loads(json.dumps(asdict(settings), default=str))
-    opened = Tracked(note)
+    opened, failed = Tracked(note), False
     try:
         for name in settings.track.to:
             run = _Run(settings.track, folder, configuration, records.get(name), done, seen)
@@ -95,10 +95,11 @@ def trackers_of(
             opened.add(name, tracker)
         write_json(folder / RECORDS, records)
         yield opened
-    except BaseException:
-        opened.close(failed=True)
+    except Exception:  # a run that is stopped by a signal or Ctrl-C hasn't failed
+        failed = True
         raise
-    opened.close(failed=False)
+    finally:
+        opened.close(failed)
 
 
 def _records(path: Path) -> dict[str, str]:
@@ -214,7 +215,7 @@ class _WeightsAndBiases:
         # What was reported after the checkpoint may not have been written before a kill.
         kept = {} if run.record is None else run.seen
         self.last: Mapping[str, int] = {kind: min(step, run.done) for kind, step in kept.items()}
-        # A kill loses what the library holds back, 15 s as it is set; versions without this setting write at once.
+        # A kill loses what the library holds back: 15 s as it is set; older versions lack the setting.
         soon: dict[str, Any] = {_FLUSH: 0.1} if _FLUSH in wandb.Settings.model_fields else {}
         self._run: Any = wandb.init(
             project=run.settings.project,
