@@ -25,6 +25,7 @@ from tests.support.training import (
     run,
     same_end,
     same_weights,
+    settings,
     start_ranks,
     start_training,
     use_float64,
@@ -33,6 +34,7 @@ from tests.support.training import (
 
 import varlen as vl
 from varlen.errors import ModelError, PlanError, SettingError
+from varlen.feed.plans import ahead_of
 from varlen.model_families import FAMILIES
 from varlen.plan.planner import Planner
 from varlen.plan.serialize import plan_fingerprint
@@ -42,6 +44,7 @@ from varlen.runtime.step import run_step
 from varlen.train import affordable as affordable_module
 from varlen.train import plans as pricing
 from varlen.train.affordable import affordable
+from varlen.train.model import model_config
 from varlen.train.optimizers import make_optimizer
 from varlen.train.parallel import Ranks
 from varlen.train.plans import WIDE, with_wide_rows
@@ -575,3 +578,17 @@ def test_what_is_recomputed_and_offloaded_is_what_settings_say(store, hardware, 
         assert [step.loss for step in notes.steps] == pytest.approx([step.loss for step in whole], rel=1e-5)
         assert 'recompute "selective", offload "kv"' in notes.overviews[0].plans or number == 2
     assert ran == 4 * [("selective", "kv")] + 2 * [("none", "none")]
+
+
+def test_all_ranks_read_as_far_ahead_as_the_one_that_plans(store, tmp_path, hardware):
+    still = {**LLAMA, "attention_dropout": 0.0}
+    changes = {"model__settings": still, "plan__method": "micropack", "plan__hardware": hardware}
+    made = settings(store, tmp_path / "run", **changes, plan__ahead=3)
+    config = model_config(made.model, 256)
+    first, other = (pricing.plans_of(made, config, Ranks(rank=rank, world_size=2), print) for rank in (0, 1))
+
+    try:
+        assert ahead_of(first.given) == ahead_of(other.given) == 3
+        assert ahead_of(first.of_evaluation) == ahead_of(other.of_evaluation) == 0
+    finally:
+        first.given.close()

@@ -161,7 +161,9 @@ def collate(
     fields["document_groups"] = None if packing.groups is None else packing.groups[fields["document_ids"]]
     fields["document_labels"] = None
     if document_labels is not None:
-        given = labels_of_documents(document_labels, packing.num_documents, "documents")
+        given = labels_of_documents(
+            document_labels, packing.num_documents, "documents", "in the order of the documents"
+        )
         refuse_labels_of_pieces(fields["document_ids"], fields["document_starts"])
         fields["document_labels"] = given[fields["document_ids"]]
     fields["shift_labels"] = _shifted(fields["labels"]) if shift_labels else None

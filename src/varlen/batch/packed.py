@@ -400,7 +400,9 @@ class PackedBatch:
             ids, starts = (
                 changes.get(name, getattr(self, name)) for name in ("document_ids", "document_starts")
             )
-            found = labels_of_documents(changes["document_labels"], len(ids), "segments of this batch")
+            found = labels_of_documents(
+                changes["document_labels"], len(ids), "segments of this batch", "labels[batch.document_ids]"
+            )
             refuse_labels_of_pieces(on_host(ids), on_host(starts))
             on_torch = not isinstance(ids, np.ndarray)
             changes["document_labels"] = as_tensor(found, ids.device, widen=False) if on_torch else found
@@ -461,8 +463,11 @@ def _recounted(made: PackedBatch, bounds: PackedBatch, changes: Mapping[str, Any
     return dataclasses.replace(made, document_targets=each, num_targets=targets, step_num_targets=whole)
 
 
-def labels_of_documents(values: Any, count: int, of: str) -> npt.NDArray[Any]:
-    """Return labels as an array, `[count]` or `[count, labels]`: int64 classes, or float32 numbers."""
+def labels_of_documents(values: Any, count: int, of: str, wanted: str) -> npt.NDArray[Any]:
+    """Return labels as an array, `[count]` or `[count, labels]`: int64 classes, or float32 numbers.
+
+    For messages, `of` says of what they are, and `wanted` how to give as many.
+    """
     if isinstance(values, list | tuple):
         values = [np.nan if one is None else one for one in values]
     try:
@@ -475,7 +480,6 @@ def labels_of_documents(values: Any, count: int, of: str) -> npt.NDArray[Any]:
             f"{array.dtype} of shape {list(array.shape)}"
         )
     if len(array) != count:
-        wanted = "labels[batch.document_ids]" if "segments" in of else "in the order of the documents"
         raise DocumentsError(
             f"document_labels: {len(array):,} labels for {count:,} {of}; give one for each, {wanted}"
         )
