@@ -296,9 +296,9 @@ def test_the_report_reads_well_in_a_terminal():
     ]
     assert str(vl.check_batch(good())) == "nothing found in 1 row of 9 tokens, 3 documents"
     plain = vl.check_batch({"input_ids": torch.ones(2, 9).long()})
-    assert not plain.has_boundaries
+    assert plain.is_assumed
     assert str(plain) == (
-        "nothing found in 2 rows of 9 tokens, 2 documents (each row taken for one: the batch has no boundaries; pass "
+        "nothing found in 2 rows of 9 tokens, 2 documents (each row taken for one; pass "
         "lengths= if rows hold several)"
     )
 
@@ -630,9 +630,7 @@ def test_one_conversation_a_row_has_no_finding_and_the_report_says_what_was_assu
 
     report = vl.check_batch(batch | COUNTING, model())
     assert not len(report)
-    assert "1 document (position_ids count on through each row; pass lengths= if rows hold several)" in str(
-        report
-    )
+    assert "1 document (each row taken for one; pass lengths= if rows hold several)" in str(report)
     assert "pass lengths=" not in str(vl.check_batch(batch | COUNTING, lengths=[9]))
 
 

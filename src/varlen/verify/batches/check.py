@@ -95,10 +95,9 @@ def check_batch(
         rows=given.rows,
         width=given.width,
         documents=segments.documents,
-        has_boundaries=bool(segments.starts_by),
         model=facts.name if facts else None,
         attention=facts.attention if facts else None,
-        is_assumed=[*segments.starts_by] == ["position_ids"] and not segments.is_packed,
+        is_assumed=segments.starts_by.keys() <= {"position_ids"} and not segments.is_packed,
     )
 
 

@@ -77,14 +77,13 @@ class BatchReport:
     width: int
     documents: int
     """Number of documents by the batch's own boundaries, padding not counted; without any, its rows."""
-    has_boundaries: bool = True
-    """Whether anything in the batch says where documents begin within a row."""
     model: str | None = None
     """Name of the model's class; None without a model."""
     attention: str | None = None
     """The model's attention function."""
     is_assumed: bool = False
-    """Whether each row was taken as one document because its positions count on; other documents would be missed."""
+    """Whether each row was taken as one document, since the batch has no boundaries, or only positions, which count on;
+    other documents would be missed."""
 
     @property
     def ok(self) -> bool:
@@ -114,13 +113,7 @@ class BatchReport:
             f"{many(errors, 'error')}, {many(len(self) - errors, 'warning')}" if len(self) else "nothing"
         )
         with_model = f"; {self.model}, attention {self.attention}" if self.model else ""
-        assumed = ""
-        if not self.has_boundaries:
-            assumed = (
-                " (each row taken for one: the batch has no boundaries; pass lengths= if rows hold several)"
-            )
-        elif self.is_assumed:
-            assumed = " (position_ids count on through each row; pass lengths= if rows hold several)"
+        assumed = " (each row taken for one; pass lengths= if rows hold several)" if self.is_assumed else ""
         head = (
             f"{counted} found in {many(self.rows, 'row')} of {many(self.width, 'token')}, "
             f"{many(self.documents, 'document')}{assumed}{with_model}"
