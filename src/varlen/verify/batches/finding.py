@@ -82,8 +82,8 @@ class BatchReport:
     attention: str | None = None
     """The model's attention function."""
     is_assumed: bool = False
-    """Whether each row was taken as one document, since the batch has no boundaries, or only positions, which count on;
-    other documents would be missed."""
+    """Whether each row was taken as one document, and others would be missed: the batch has no boundaries, or only
+    positions that count on."""
 
     @property
     def ok(self) -> bool:
