@@ -3,7 +3,7 @@
 A page's blocks share their names and their folder, as in a notebook; blocks of `sh` are run by the shell. A block
 of `text` right below one of them is what it prints. A block of Python or TOML whose first line is a comment with a
 file name, such as `# train.py`, is written into that file and not run. `python docs/pages.py` writes into every page
-what its blocks print now.
+what its blocks print now, `python docs/pages.py PAGE ...` into some.
 """
 
 from __future__ import annotations
@@ -166,5 +166,5 @@ def rewritten(page: Path) -> str:
 
 
 if __name__ == "__main__":
-    for path in pages():
+    for path in [*map(Path, sys.argv[1:])] or pages():
         path.write_text(rewritten(path), encoding="utf-8")

@@ -40,7 +40,7 @@ def of_missing(library: str, needed_by: str) -> MissingExtraError:
 def installation(library: str) -> str:
     """Return the command that installs a library, by varlen's extra where there is one."""
     extra = _EXTRAS.get(library)
-    return f"pip install 'varlen[{extra}]'" if extra else f"pip install {_PACKAGES.get(library, library)}"
+    return f'pip install "varlen[{extra}]"' if extra else f"pip install {_PACKAGES.get(library, library)}"
 
 
 def report_missing(package: str) -> None:

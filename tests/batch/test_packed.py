@@ -147,7 +147,7 @@ def test_a_missing_torch_is_named_with_the_way_to_install_it(monkeypatch):
     batch = example()
     monkeypatch.setitem(sys.modules, "torch", None)
     for make in (batch.to_torch, batch.mask_function, batch.block_mask):
-        with pytest.raises(MissingExtraError, match=r"pip install 'varlen\[train\]'") as caught:
+        with pytest.raises(MissingExtraError, match=r'pip install "varlen\[train\]"') as caught:
             make()
         assert isinstance(caught.value, ImportError)
 

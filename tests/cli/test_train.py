@@ -135,7 +135,7 @@ def test_a_dry_run_ends_in_one_sentence_where_a_run_would_fail(run_train, store,
     write_toml(tmp_path / "a.toml", table(store, tmp_path / "run"))
     for changes, words in (
         (["run.learning_rate=1"], "run.learning_rate is no setting; the nearest is optimizer.learning_rate"),
-        (['track.to=["mlflow"]'], "install it (pip install 'varlen[track]'), or leave it out"),
+        (['track.to=["mlflow"]'], 'install it (pip install "varlen[track]"), or leave it out'),
         (['eval.sets={none = "none.jsonl"}', "data.on_error=skip"], "eval.sets.none"),
         (['adapter.targets=["q_prj"]', 'adapter.export="merged"'], "the nearest is 'q_proj'"),
     ):

@@ -1,10 +1,13 @@
 """A loader with plans gives each rank the documents that the plan of a step deals to it, and nothing else."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +17,11 @@ from tests.support.random_plans import random_plan
 
 import varlen as vl
 from varlen.documents.source import open_source
-from varlen.errors import PlanError, SettingError, StateError
+from varlen.errors import PlanError, SettingError, StalledError, StateError
+from varlen.feed import exchange, opening
 from varlen.feed.exchange import PLAN
 from varlen.feed.indexed.stream import _with_next
-from varlen.feed.plans import Plans
+from varlen.feed.plans import Plans, PlansOfAnotherRank
 from varlen.offline.index import index_source
 from varlen.step_plan import StepPlan
 from varlen.store.store import TokenStore
@@ -199,6 +203,27 @@ def test_ranks_that_wait_for_a_plan_get_its_fault(given):
 
     assert first == second
     assert first["error"] == "PlanError"
+
+
+@pytest.mark.parametrize("ahead", [2, 3])
+def test_ranks_that_read_ahead_by_other_numbers_of_steps_do_not_meet(store, monkeypatch, ahead):
+    job = torch.distributed.HashStore()
+    monkeypatch.setattr(opening, "job_store", lambda: job)
+    of_one_process_each = SimpleNamespace(count=lambda: itertools.repeat(0))
+    monkeypatch.setattr(exchange, "itertools", of_one_process_each)
+
+    def made(rank: int, ahead: int) -> vl.PackedLoader:
+        settings = SETTINGS | {"deadline_s": 1.0, "plan": PlansOfAnotherRank(ahead)}
+        return vl.PackedLoader(store, **settings, dp_rank=rank, dp_world_size=2)
+
+    with ThreadPoolExecutor(2) as pool, ExitStack() as closing:
+        first, second = pool.submit(made, 0, 2), pool.submit(made, 1, ahead)
+        for loader in (first, second):
+            if ahead == 2:
+                closing.enter_context(loader.result())
+            else:
+                with pytest.raises(StalledError, match="have other settings"):
+                    loader.result()
 
 
 def test_streams_have_no_plans(texts):

@@ -35,7 +35,7 @@ NEEDED = {
     "highspy": [],
 }
 """Libraries, and what must miss each."""
-COMMANDS = {"torch": "pip install 'varlen[train]'", "transformers": "pip install 'varlen[train]'"}
+COMMANDS = {"torch": 'pip install "varlen[train]"', "transformers": 'pip install "varlen[train]"'}
 
 
 @cache

@@ -119,24 +119,28 @@ def test_the_python_that_is_named_is_the_only_one_asked(clone):
     assert "other is 3.9;" in run.stderr
 
 
-def test_axolotl_is_installed_without_the_versions_that_it_pins(clone):
-    """An environment whose Python only writes down what it is asked for."""
+@pytest.mark.parametrize("reaches", [True, False])
+def test_pip_installs_pytorch_and_uv_the_rest_or_pip_where_uv_reaches_nothing(clone, reaches):
+    """An environment whose Python only records what it is called with."""
     clone.add_python("python3", "3.12")
     python = clone.home / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     (clone.home / "venv" / "pyvenv.cfg").touch()
-    python.write_text(f'#!/bin/sh\necho "$*" >>{clone.home}/asked\n')
+    fails = "" if reaches else 'case "$*" in "-m uv"*) exit 1 ;; esac\n'
+    python.write_text(f'#!/bin/sh\necho "$*" >>{clone.home}/asked\n{fails}')
     python.chmod(0o755)
 
     run = clone.run("scripts/setup", str(clone.home / "venv"))
 
     assert run.returncode == 0, run.stderr
-    installs = [line for line in (clone.home / "asked").read_text().splitlines() if "-m pip" in line]
-    assert all("--only-binary :all: --constraint constraints.txt" in line for line in installs)
-    assert [line.split("constraints.txt ")[1] for line in installs] == [
-        "--editable .[dev]",
-        "--no-deps axolotl",
-    ]
+    asked = (clone.home / "asked").read_text().splitlines()
+    installs = [line for line in asked if " install " in line]
+    assert all("--only-binary :all:" in line for line in installs)
+    # axolotl without the versions that it pins.
+    expected = [("pip", "torch uv"), ("uv", "--editable .[dev]"), ("uv", "--no-deps axolotl")]
+    if not reaches:
+        expected[1:] = [one for _, what in expected[1:] for one in (("uv", what), ("pip", what))]
+    assert [(line.split()[1], line.split("constraints.txt ")[1]) for line in installs] == expected
     assert clone.run("scripts/setup", "--ready", str(clone.home / "venv")).returncode == 0
 
 

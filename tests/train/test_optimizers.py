@@ -121,7 +121,9 @@ def test_a_checkpoint_of_another_optimizer_is_refused_unless_its_state_may_begin
 def test_an_optimizer_that_isnt_installed_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    words = r"needs torchao, which isn't installed; install it \(pip install 'varlen\[adamw-8bit\]'\), or set"
+    words = (
+        r"needs torchao, which isn't installed; install it \(pip install \"varlen\[adamw-8bit\]\"\), or set"
+    )
     with pytest.raises(SettingError, match=words):
         made(tiny(), name="adamw_8bit")
 

@@ -280,7 +280,7 @@ def test_a_tracker_that_isnt_installed_is_refused_before_anything_is_built(
 ):
     inner = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda one: None if one == name else inner(one))
-    words = rf"track\.to names \"{name}\", which isn't installed; install it \(pip install 'varlen\[track\]'\), or"
+    words = rf"track\.to names \"{name}\", which isn't installed; install it \(pip install \"varlen\[track\]\"\), or"
     with pytest.raises(SettingError, match=words):
         asked(settings(store, tmp_path / "run", track__to=[name]))
     assert not (tmp_path / "run").exists()

@@ -600,7 +600,7 @@ def import_torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise MissingExtraError("torch is not installed; `pip install 'varlen[train]'` installs it") from None
+        raise MissingExtraError('torch is not installed; `pip install "varlen[train]"` installs it') from None
     return torch
 
 

@@ -403,7 +403,7 @@ def _plans(
         rank=rank,
         num_ranks=world,
         job=job,
-        name=name_of(belongs_to, "plans "),
+        name=name_of(_agreed(belongs_to, settings), "plans "),
         patience_s=settings.patience_s,
     )
     return plans, plans.opening(open_exchange)
@@ -414,8 +414,13 @@ def _open_exchange(job: Any, belongs_to: dict[str, Any], settings: LoaderSetting
     if job is None:
         return None
     rank, world = settings.ranks
-    name = name_of(belongs_to)
+    name = name_of(_agreed(belongs_to, settings))
     return lambda run: StoreExchange(job, f"{name}/{run}", rank, world, settings.patience_s)
+
+
+def _agreed(belongs_to: dict[str, Any], settings: LoaderSettings) -> dict[str, Any]:
+    """Return what must be the same on all ranks for their loaders to meet: what one agrees upon, others wait for."""
+    return {**belongs_to, "planned_ahead": _planned_ahead(settings)}
 
 
 # The data that a loader is given: rows in memory become files, and paths become absolute.

@@ -336,7 +336,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(missing):
     last = run.stderr.strip().splitlines()[-1]
     assert last.startswith("varlen.errors.MissingExtraError")
     assert f"{missing} is not installed, and varlen.adapters.hf" in last
-    assert "`pip install 'varlen[train]'` installs it" in last
+    assert '`pip install "varlen[train]"` installs it' in last
 
 
 ORIGINAL = 8

@@ -159,6 +159,8 @@ class ModelFacts:
     """The largest number of positions; None if the model has no limit."""
     refusal: str | None
     """Why `model_inputs` refuses the model; None if it doesn't."""
+    pools: bool
+    """Whether a head makes one answer a row, which `document_outputs` gives for each document."""
     shifts_labels: bool
     """Whether labels are next tokens; else each is of its own token."""
 

@@ -137,7 +137,7 @@ def _refused(given: GivenBatch, segments: Segments, facts: ModelFacts) -> Findin
         "model_family",
         "warning" if may_work else "error",
         why if may_work else str(facts.refusal),
-        BY_DOCUMENT if BY_DOCUMENT.partition("(")[0] in str(facts.refusal) else ONE_A_ROW,
+        BY_DOCUMENT if facts.pools else ONE_A_ROW,
         segments.needed,
         "the document that begins at",
     )
@@ -461,6 +461,7 @@ def facts_of(model: Any, *, is_packed: bool = False) -> ModelFacts:
         vocabulary=vocabulary_size(model),
         positions=limit if isinstance(limit, int) and limit > 0 else None,
         refusal=_refusal(model, is_packed=is_packed),
+        pools=pools(model),
         shifts_labels=shifts_labels(model),
     )
 
