@@ -1,7 +1,7 @@
 # The entry points of the project. Each target that needs the environment makes it first, once; `make help` lists them.
 #   VENV=FOLDER     where the environment lives (.venv; the user's cache folder where the clone is read-only)
 #   PYTHON=python3.12   the Python that it is made with, 3.11 or later (found if not said)
-#   WORKERS=2       test processes side by side
+#   WORKERS=3       test processes side by side
 #   ARGS="..."      handed on to the program of `make demo`, `make test`, `make newest`, `make soak` and `make bench`
 
 .DEFAULT_GOAL := help
@@ -19,7 +19,7 @@ endif
 ifndef SCRATCH
 SCRATCH := $(shell sh scripts/where scratch)
 endif
-WORKERS ?= 2
+WORKERS ?= 3
 ARGS ?=
 
 # Tools keep their caches where this user can write.

@@ -22,8 +22,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs")
-LONG = ("docs/long-documents.md", "docs/several-nodes.md")
-"""Pages whose examples take a minute; the long tests run them."""
+LONG = ("docs/heads.md", "docs/long-documents.md", "docs/own-trainer.md", "docs/several-nodes.md")
+"""Pages whose examples take half a minute or more; the long tests run them."""
 RUN = ("python", "sh", "toml")
 """Languages of blocks that are run, or written into files."""
 _FILE = re.compile(r"# (?P<name>[\w-]+\.(?:py|toml))\n")

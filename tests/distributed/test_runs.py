@@ -204,6 +204,7 @@ def test_whoever_is_left_names_the_rank_that_is_gone(store, tmp_path):
         ), said
 
 
+@pytest.mark.soak
 def test_a_killed_rank_ends_the_job_with_an_error_that_names_it(killed):
     folder, code, said = killed
 
@@ -212,6 +213,7 @@ def test_a_killed_rank_ends_the_job_with_an_error_that_names_it(killed):
     assert processes_naming(str(folder)) == {}
 
 
+@pytest.mark.soak
 def test_a_killed_run_goes_on_alone_with_the_bits_of_one_that_changed_its_size(
     store, killed, together, tmp_path
 ):

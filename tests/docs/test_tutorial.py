@@ -59,6 +59,7 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.delenv("VARLEN_JIT", raising=False)  # as readers have it: little work waits for no compiler
 
 
+@pytest.mark.soak
 def test_the_tutorial_leads_from_chats_to_a_model_that_transformers_loads(hub, tmp_path):
     text = (
         TUTORIAL.read_text(encoding="utf-8").replace("```bash\n", "```sh\n").replace("```py\n", "```python\n")

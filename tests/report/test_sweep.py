@@ -106,9 +106,14 @@ def test_a_sweep_is_printed_with_the_fastest_first():
     ]
 
 
+@pytest.fixture(scope="module")
+def of_two_capacities():
+    return swept(capacities=(2_048, 4_096))
+
+
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_table_of_a_sweep_keeps_to_the_width(width):
-    found = swept(8, capacities=(2_048, 4_096))
+def test_the_table_of_a_sweep_keeps_to_the_width(of_two_capacities, width):
+    found = of_two_capacities
 
     lines = printed(sweep_table(found), width).splitlines()
 

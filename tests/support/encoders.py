@@ -1,11 +1,13 @@
 """Tiny encoders and decoders with heads, documents for them, and what each document has alone."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from tests.support.hf_models import GROUPED, SMALL, VOCABULARY, WINDOW
+from tests.support.rarely import mostly
 
 import varlen as vl
 from varlen.adapters import hf
@@ -14,6 +16,11 @@ from varlen.batch.packed import Layout, PackedBatch
 LENGTHS = (17, 5, 3, 1, 20, 2, 9)
 """Documents longer than the windows and shorter, and of one token."""
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "varlen")
+CELLS = mostly(
+    [*((attention, "rows") for attention in ATTENTIONS), ("varlen", "flat")],
+    itertools.product(ATTENTIONS, ("rows", "flat")),
+)
+"""Attention and layout."""
 AFTER_PADDING = SMALL | {"max_position_embeddings": 66, "pad_token_id": 1}
 MODERN = SMALL | {"num_hidden_layers": 3, "local_attention": 2 * WINDOW, "global_attn_every_n_layers": 2}
 SPECIAL = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}

@@ -40,13 +40,16 @@ class Starter:
     """A process that has imported libraries and forks jobs; and what it was started with."""
 
     process: subprocess.Popen[str]
-    libraries: str
+    libraries: frozenset[str]
     settings: dict[str, str]
     errors: Path
 
 
-_last: list[Starter] = []
-"""The one that is kept; of others' libraries another one is started, and this one ends."""
+_kept: list[Starter] = []
+"""The last ones that were used, at most `MOST`; each holds half a gigabyte."""
+MOST = 2
+OF_JOBS = ("XDG_CACHE_HOME",)
+"""Variables that no library reads when it is imported."""
 
 
 def as_ranks(*words: Any, **settings: Any) -> str:
@@ -66,10 +69,12 @@ def both(
     settings["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
     settings.pop("VARLEN_JIT", None)  # so few documents are packed sooner in plain Python
     settings.pop("PYTEST_CURRENT_TEST", None)
-    starter = starter_of(libraries, settings)
+    own = {name: settings[name] for name in OF_JOBS if name in settings}
+    starter = starter_of(frozenset(libraries.split(",")), {**settings, **dict.fromkeys(OF_JOBS, "")})
     with tempfile.TemporaryDirectory() as told:
         kept = {"stdout": f"{told}/out", "stderr": f"{told}/errors"}
         job = {"ranks": ranks, "words": [*map(str, words)], "folder": str(folder or Path.cwd()), **kept}
+        job["environment"] = own
         tell(starter, json.dumps(job))
         group = int(heard(starter) or "0")
         ended = heard(starter)
@@ -81,15 +86,17 @@ def both(
         return Path(kept["stdout"]).read_text(), said
 
 
-def starter_of(libraries: str, settings: dict[str, str]) -> Starter:
-    """Return the last starter if it has these libraries, imported under these variables, else a new one."""
-    for last in _last:
-        if (last.libraries, last.settings) == (libraries, settings) and last.process.poll() is None:
-            return last
-    end()
+def starter_of(libraries: frozenset[str], settings: dict[str, str]) -> Starter:
+    """Return a starter that has these libraries, imported under these variables: a kept or a new one."""
+    for one in _kept:
+        if libraries <= one.libraries and one.settings == settings and one.process.poll() is None:
+            _kept.remove(one)
+            _kept.insert(0, one)
+            return one
+    end(_kept[MOST - 1 :])
     handle, errors = tempfile.mkstemp()
     process = subprocess.Popen(
-        [sys.executable, __file__, libraries],
+        [sys.executable, __file__, ",".join(sorted(libraries))],
         env=settings,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -99,17 +106,20 @@ def starter_of(libraries: str, settings: dict[str, str]) -> Starter:
         start_new_session=True,
     )
     os.close(handle)
-    _last[:] = [Starter(process, libraries, settings, Path(errors))]
-    return _last[0]
+    _kept.insert(0, Starter(process, libraries, settings, Path(errors)))
+    return _kept[0]
 
 
-@atexit.register
-def end() -> None:
-    for starter in _last:
+def end(starters: list[Starter]) -> None:
+    """End processes, and keep them no longer."""
+    for starter in [*starters]:
         with starter.process as process:
             process.kill()
         starter.errors.unlink(missing_ok=True)
-    _last.clear()
+        _kept.remove(starter)
+
+
+atexit.register(end, _kept)
 
 
 def tell(starter: Starter, line: str) -> None:
@@ -144,6 +154,7 @@ def main() -> None:
         if not child:
             os.setsid()
             os.chdir(job["folder"])
+            os.environ |= job["environment"]
             for number, name in ((0, os.devnull), (1, job["stdout"]), (2, job["stderr"])):
                 os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
             answers.close()

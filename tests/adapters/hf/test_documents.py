@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, TaskType, get_peft_model
 from tests.support.encoders import (
-    ATTENTIONS,
+    CELLS,
     CONFIGS,
     LENGTHS,
     alone,
@@ -123,8 +123,7 @@ def classifier(family: str, attention: str = "sdpa", dtype: torch.dtype = torch.
     return made(AutoModelForSequenceClassification, family, attention, dtype, num_labels=3, **more)
 
 
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(("attention", "layout"), CELLS)
 @pytest.mark.parametrize("family", HEADS)
 def test_logits_of_a_head_are_those_of_each_document_alone(family, attention, layout):
     model, batch = classifier(family, attention, torch.float32), packed(layout)

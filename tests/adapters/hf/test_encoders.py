@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from tests.support.encoders import (
-    ATTENTIONS,
+    CELLS,
     CONFIGS,
     LENGTHS,
     alone,
@@ -50,8 +50,7 @@ def rounding(family: str, kind: Any = AutoModel) -> float:
     return worst
 
 
-@pytest.mark.parametrize("layout", ["rows", "flat"])
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(("attention", "layout"), CELLS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_are_those_of_each_document_alone(family, attention, layout):
     model, batch = made(AutoModel, family, attention, torch.float32), packed(layout)
