@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import logging
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -137,6 +138,9 @@ def _varlen(
     ),
 ) -> None:
     """Pack, balance, feed and run variable-length sequences for LLM training."""
+    # transformers imports torchao where it is installed, which logs whatever of it doesn't suit the machine.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _flowing(function: Callable[..., None]) -> str:
