@@ -35,7 +35,9 @@ from varlen.step_plan import Mesh
 from varlen.text.tokenizer import ByteTokenizer
 from varlen.train.configuration import as_settings, as_toml, read_config
 from varlen.train.dry_run import forecast
+from varlen.train.samples import Sampler
 from varlen.train.settings import TrainSettings
+from varlen.train.tokens import run_tokenizer
 from varlen.train.trainer import train
 
 STILL = {**LLAMA, "attention_dropout": 0.0}
@@ -181,6 +183,25 @@ def test_a_text_is_the_one_that_transformers_generates(store, tmp_path):
     written = json.loads((tmp_path / "run" / "samples.jsonl").read_text())["text"]
     wanted = bytes(token for token in theirs[0, ids.shape[1] :].tolist() if token < 256)
     assert written.encode("utf-8", "replace")[:4] == wanted.decode("utf-8", "replace").encode()[:4]
+
+
+@pytest.mark.parametrize(("begins", "written"), [(b"What", b"."), (b".", b"")])
+def test_a_text_ends_with_its_end_of_text(store, tmp_path, begins, written):
+    """A model that writes a full stop after any letter, and the end of the text after a full stop."""
+    sizes = {"vocab_size": 260, "hidden_size": 260, "intermediate_size": 8, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=0))
+    follows = torch.zeros(260, 260)
+    follows[ord("."), :] = 1
+    follows[:, ord(".")] = 0
+    follows[256, ord(".")] = 1
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.eye(260))
+        model.lm_head.weight.copy_(follows)
+    run = settings(store, tmp_path / "run", sample__prompts=[begins.decode()], sample__tokens=8)
+
+    sampler = Sampler(run, run_tokenizer(run.data, run.model), {})
+
+    assert [one.text for one in sampler.write(1, model)] == [written.decode()]
 
 
 def test_what_a_user_says_is_answered_by_the_chat_template(store, tmp_path):

@@ -248,6 +248,16 @@ def test_padding_ids_at_a_document_s_end_are_passed_over_as_transformers_does():
     assert not torch.allclose(model.score(last)[0], ours[0])
 
 
+@pytest.mark.parametrize("kind", [AutoModel, AutoModelForSequenceClassification])
+def test_a_pooler_that_does_not_pool_the_first_token_is_refused(kind):
+    model = made(kind, "bert", "sdpa", torch.float32)
+    model.base_model.pooler = nn.Linear(model.config.hidden_size, model.config.hidden_size)  # of all tokens
+
+    words = r"pools otherwise than by a row's first token.*add_pooling_layer=False"
+    with pytest.raises(ModelError, match=words):
+        hf.document_outputs(model, packed())
+
+
 def test_an_embedding_is_the_last_token_of_each_document():
     model, batch = made(AutoModel, "qwen3"), packed("flat")
     ours = hf.pool(model(**hf.model_inputs(batch, model)).last_hidden_state, batch, "last")
