@@ -185,23 +185,43 @@ def test_a_text_is_the_one_that_transformers_generates(store, tmp_path):
     assert written.encode("utf-8", "replace")[:4] == wanted.decode("utf-8", "replace").encode()[:4]
 
 
-@pytest.mark.parametrize(("begins", "written"), [(b"What", b"."), (b".", b"")])
-def test_a_text_ends_with_its_end_of_text(store, tmp_path, begins, written):
-    """A model that writes a full stop after any letter, and the end of the text after a full stop."""
+def of_rows(follows):
+    """A model that looks at one token alone: its logits are a column of a matrix `[260, 260]`."""
     sizes = {"vocab_size": 260, "hidden_size": 260, "intermediate_size": 8, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=0))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.eye(260))
+        model.lm_head.weight.copy_(follows)
+    return model
+
+
+def written(store, tmp_path, model, step=1, **changes):
+    """What a model writes after a step."""
+    run = settings(store, tmp_path / "run", sample__tokens=8, **changes)
+    return [one.text for one in Sampler(run, run_tokenizer(run.data, run.model), {}).write(step, model)]
+
+
+def test_a_text_ends_with_its_end_of_text(store, tmp_path):
     follows = torch.zeros(260, 260)
     follows[ord("."), :] = 1
     follows[:, ord(".")] = 0
     follows[256, ord(".")] = 1
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(torch.eye(260))
-        model.lm_head.weight.copy_(follows)
-    run = settings(store, tmp_path / "run", sample__prompts=[begins.decode()], sample__tokens=8)
 
-    sampler = Sampler(run, run_tokenizer(run.data, run.model), {})
+    assert written(store, tmp_path, of_rows(follows), sample__prompts=["What", "What."]) == [".", ""]
 
-    assert [one.text for one in sampler.write(1, model)] == [written.decode()]
+
+def test_texts_are_drawn_by_the_seed_of_the_run_and_the_step(store, tmp_path):
+    letters = torch.full((260, 260), -1e9)
+    letters[ord("a") : ord("z") + 1] = 0  # all as likely
+    model = of_rows(letters)
+    drawn = {"sample__prompts": ["What"], "sample__temperature": 1.0}
+
+    found = [
+        written(store, tmp_path, model, step, **drawn, run__seed=seed)[0]
+        for step, seed in ((1, 0), (1, 0), (2, 0), (1, 9))
+    ]
+    assert found[0] == found[1]
+    assert len({*found}) == 3
 
 
 def test_what_a_user_says_is_answered_by_the_chat_template(store, tmp_path):
