@@ -30,8 +30,8 @@ def rebuilt(value: Any) -> tuple[partial[Any], tuple[()]]:
 
 
 ADDED: Final = MappingProxyType({"is_added": True})
-"""Metadata of a field that a class got after its objects were stored and hashed: it is neither at its default, so that
-hashes stay the same."""
+"""Metadata of a field that was added after objects of its class were stored and hashed: at its default it is neither
+stored nor hashed, so that hashes stay the same."""
 
 
 def stored_fields(value: Any) -> Iterator[Field[Any]]:

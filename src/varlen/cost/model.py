@@ -87,12 +87,12 @@ class CostModel:
     """Parameters of adapters, such as LoRA's, over those of the layers; they alone are trained, and all other weights
     are frozen. 0: there are no adapters, and all weights are trained."""
     optimizer_bytes: float | None = dataclasses.field(default=None, metadata=ADDED)
-    """Bytes that the optimizer keeps of a trained parameter, without its master; None: Adam's two moments, 8 bytes, or
+    """Bytes that the optimizer keeps of a trained parameter, without its master; None: Adam's two moments, 8, or
     4 with states="weights"."""
     end_optimizer_bytes: float | None = dataclasses.field(default=None, metadata=ADDED)
     """The same of embedding, head and last norm; None: `optimizer_bytes`. Muon leaves both ends to AdamW."""
     precision: Precision = dataclasses.field(default="bf16", metadata=ADDED)
-    """Type of computation. With "fp32", activations and gathered parameters take four bytes a number, in memory and on
+    """Type of computation. With "fp32", activations and gathered parameters take four bytes each, in memory and on
     links. What is float32 in both, such as gradients of keys and values, takes the same."""
     gathered: Gathered = "unit"
     """How long parameters are whole that sharding="parameters" divides: while their layer runs, or all "step", as of
