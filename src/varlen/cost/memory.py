@@ -170,7 +170,7 @@ def memory_of(
     - With saved="stage", rows hold the input of the first layer of their chunk, in host memory if keys and values
       are; while a MicroPack runs backward, the inputs of all recomputed layers exist for its rows.
     - Parameters that ranks divide are gathered unit by unit; see `Units`.
-    - Frozen parameters have no gradients; see `Trained`. What adapters compute is left out.
+    - Frozen parameters have no gradients; see `Trained`. Of what adapters compute, what they store is counted.
     - With precision="fp32", numbers take twice the bytes, except those that are float32 in any precision.
     - If GPUs share a document, by a plan or by cp, eager layers gather its keys and values, one layer at a time, and
       those of a slice that ends within `AHEAD_TOKENS` a layer ahead; fused ones use a ring.
@@ -344,6 +344,7 @@ class Trained:
     """What is trained of a model, and what the optimizer keeps of it; see `CostModel`."""
 
     adapter_share: float = 0.0
+    adapter_width: float = 0.0
     optimizer_bytes: float | None = None
     end_optimizer_bytes: float | None = None
 
@@ -453,10 +454,13 @@ def layer_bytes(
     tp, hidden, gates = mesh.tp, entry * model.hidden, entry * model.active_ffn
     of_keys = entry * model.kv_heads * (model.head_dim + model.value_head_dim)
     expanded = of_keys / kv_shards(model, mesh)
-    whole = (activation_bytes(model, precision) - of_keys) / tp + expanded
+    whole = (activation_bytes(model, precision) + entry * trained.adapter_width - of_keys) / tp + expanded
     is_eager, saves = kernels == "eager", recompute != "none"
     queries, outputs = entry * model.heads * model.head_dim, entry * model.heads * model.value_head_dim
-    norm = 4.0 * model.hidden + 2 * hidden + 4 if is_eager else hidden
+    # A norm whose weight is frozen doesn't store the normed row, and so selective recomputation has nothing to save.
+    normed = hidden * (is_eager and trained.adapter_share > 0)
+    reused = reused_bytes(model, precision) - 2 * normed
+    norm = 4.0 * model.hidden + 2 * hidden - normed + 4 if is_eager else hidden
     of_attention = norm + queries + outputs + 4 * model.heads
     # Gradients of the output, the residual and the queries (twice, since keys come in two parts).
     by_attention = hidden + outputs + 2 * queries
@@ -464,7 +468,7 @@ def layer_bytes(
     # A layer's input, if it is float32 already, is what its first norm stores of it.
     alike = hidden * (is_eager and precision == "fp32")
     if is_eager:
-        whole += eager_bytes(model, precision) / tp
+        whole += (eager_bytes(model, precision) - 2 * normed) / tp
         ends, widest = 2 * hidden - alike, 2 * gates
         # Keys and values are in the cache; positions are recomputed.
         made = whole - expanded + (hidden - alike + positions + 8) / tp
@@ -477,14 +481,14 @@ def layer_bytes(
         ends, widest = 0.0, ffn_bytes(model, precision) + 2 * hidden
         made = whole
         forward_again = whole + widest / tp
-        forward_stored = (widest + reused_bytes(model, precision) * saves) / tp
+        forward_stored = (widest + reused * saves) / tp
         backward_again, backward_stored = whole + widest / tp, forward_stored
-    stored = whole - (reused_bytes(model, precision) / tp if saves else 0.0)
+    stored = whole - (reused / tp if saves else 0.0)
     # Outputs of norms and attention, the product; gradients of both outputs, queries, keys, values and gates.
     waiting = (4 * hidden + queries + outputs + (3 if model.gated else 2) * gates) / tp + expanded
     # The incoming gradient and the activation that it belongs to exist until the layer is done.
     again = (of_attention - alike + by_attention + 2 * hidden + positions + 8 * is_eager) / tp + expanded
-    beside = (of_attention - hidden * saves + by_attention + hidden) / tp + expanded
+    beside = (of_attention - (hidden - normed) * saves + by_attention + hidden) / tp + expanded
     return LayerBytes(
         hidden=hidden / tp,
         kv=entry / 2 * model.kv_bytes_per_token_layer / kv_shards(model, mesh),

@@ -86,6 +86,9 @@ class CostModel:
     adapter_share: float = dataclasses.field(default=0.0, metadata=ADDED)
     """Parameters of adapters, such as LoRA's, over those of the layers; they alone are trained, and all other weights
     are frozen. 0: there are no adapters, and all weights are trained."""
+    adapter_width: float = dataclasses.field(default=0.0, metadata=ADDED)
+    """Numbers that adapters store of each row in an average layer for their own gradients: the rows between LoRA's two
+    matrices; with DoRA also the two outputs of each layer that it scales."""
     optimizer_bytes: float | None = dataclasses.field(default=None, metadata=ADDED)
     """Bytes that the optimizer keeps of a trained parameter, without its master; None: Adam's two moments, 8, or
     4 with states="weights"."""
@@ -136,9 +139,9 @@ class CostModel:
                 "most 1, and 1 unless recompute='full'"
             )
         object.__setattr__(self, "recompute_share", float(share))
-        for name in ("adapter_share", "optimizer_bytes", "end_optimizer_bytes"):
+        for name in ("adapter_share", "adapter_width", "optimizer_bytes", "end_optimizer_bytes"):
             value = getattr(self, name)
-            if value is None and name != "adapter_share":
+            if value is None and name.endswith("_bytes"):
                 continue
             is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
             if not is_number or not 0 <= value < math.inf:
@@ -178,6 +181,7 @@ class CostModel:
     def _trained(self) -> Trained:
         return Trained(
             adapter_share=self.adapter_share,
+            adapter_width=self.adapter_width,
             optimizer_bytes=self.optimizer_bytes,
             end_optimizer_bytes=self.optimizer_bytes
             if self.end_optimizer_bytes is None

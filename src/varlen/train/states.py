@@ -9,7 +9,7 @@ from typing import Any
 from varlen.cost.memory import States, bytes_per_parameter
 from varlen.cost.shape import ModelShape
 from varlen.step_plan import Mesh
-from varlen.train.lora import add_adapter
+from varlen.train.lora import add_adapter, stored_width
 from varlen.train.model import bare_model, embedding_names
 from varlen.train.optimizers import state_bytes
 from varlen.train.settings import RunSettings, TrainSettings
@@ -54,7 +54,8 @@ class RunStates:
     layers: _Part
     ends: _Part
     """Embedding, head and last norm."""
-    has_adapter: bool
+    adapter_width: int | None
+    """Of `stored_width`; None without an adapter."""
 
     @property
     def trained(self) -> int:
@@ -76,9 +77,10 @@ class RunStates:
         adam = bytes_per_parameter(Mesh(), self.states) - bytes_per_parameter(
             Mesh(), self.states, optimizer_bytes=0.0
         )
-        if self.has_adapter:  # all of it is counted in the layers
+        if self.adapter_width is not None:  # all of it is counted in the layers
             part = _Part(trained=self.trained, kept=self.layers.kept + self.ends.kept)
             told["adapter_share"] = part.trained / (shape.parameters_per_layer * shape.layers)
+            told["adapter_width"] = self.adapter_width / shape.layers
             return told | ({} if part.of_one == adam else {"optimizer_bytes": part.of_one})
         if self.layers.of_one != adam:
             told["optimizer_bytes"] = self.layers.of_one
@@ -108,5 +110,5 @@ def states_of(settings: TrainSettings, model: Any) -> RunStates:
         parameters=sum(each.numel() for each in parameters.values()),
         layers=part(is_layers=True),
         ends=part(is_layers=False),
-        has_adapter=settings.adapter is not None,
+        adapter_width=None if settings.adapter is None else stored_width(model),
     )
