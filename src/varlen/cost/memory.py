@@ -37,7 +37,7 @@ class Memory:
     """float64 `[num_chunks]`: per row, dK and dV in float32, while its document is in backward."""
     near_bytes: FloatArray
     """float64 `[num_chunks]`: with keys and values in host memory, per token of a running MicroPack's documents up to
-    the MicroPack's end; three times as many in the backward pass."""
+    the MicroPack's end; their float32 gradients besides in the backward pass."""
     kept_for_weight_bytes: FloatArray
     """float64 `[num_chunks]`: per row, from input gradients to weight gradients if these are separate tasks."""
     forward_peaks: FloatArray
@@ -46,9 +46,9 @@ class Memory:
     forward_left: FloatArray
     """float64 `[num_chunks, 9]`: bytes per count that a forward task leaves allocated."""
     backward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 17]`: as `forward_peaks`."""
+    """float64 `[num_chunks, peaks, 18]`: as `forward_peaks`."""
     backward_left: FloatArray
-    """float64 `[num_chunks, 17]`: bytes that a backward task leaves allocated, less those that it frees."""
+    """float64 `[num_chunks, 18]`: bytes that a backward task leaves allocated, less those that it frees."""
     first_bytes: FloatArray
     """float64 `[2, num_chunks]`: per row of the first MicroPack of each pass, received before any task runs."""
     limit_bytes: float
@@ -629,15 +629,15 @@ INDEX_BYTES: Final = 24.0
 # documents that are whole in one MicroPack of each pass, whose keys and values are in no cache. EARLY: tokens before
 # the slice that ranks gather a layer ahead, and this rank's part of them, which it sends.
 OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE, WHOLE, EARLY = range(9)
-# Counts of a backward MicroPack, besides OWN, GATHERED, SHARED, NEXT, BEFORE, WHOLE, EARLY, and NEAR, which counts
-# tokens with gradients three times:
+# Counts of a backward MicroPack, besides OWN, NEAR, GATHERED, SHARED, NEXT, BEFORE, WHOLE and EARLY:
 # OPENED: earlier rows of documents that end in it, whose dK/dV is allocated. CLOSED: its other rows, whose dK/dV is
 # freed. KEYS: earlier tokens of one document, up to BACKWARD_KEYS. MOVED: the same, or the rows copied as memory is
 # freed, if these are more. HEAD: rows of its logits. ANY: 1 if it holds rows. RETURNED: rows of the forward slices
-# whose first row it holds, which are freed as a whole. KNOWN: as EARLY, of the tokens up to that slice's end. COPIED:
-# if it reads several pieces, its rows less those (may be < 0).
-OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED, KNOWN, COPIED = 1, 9, 10, 11, 12, 13, 14, 15, 16
-FORWARD_COUNTS, BACKWARD_COUNTS = 9, 17
+# whose first row it holds, which are freed as a whole. KNOWN: as EARLY, of the tokens up to that slice's end. LATER:
+# as NEAR, of documents that don't end in it, so that there are gradients of these tokens. COPIED: if it reads several
+# pieces, its rows less those (may be < 0).
+OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED, KNOWN, LATER, COPIED = 1, 9, 10, 11, 12, 13, 14, 15, 16, 17
+FORWARD_COUNTS, BACKWARD_COUNTS = 9, 18
 
 
 class Messages(NamedTuple):
@@ -753,7 +753,7 @@ def _is_ahead(chunks: Chunks) -> npt.NDArray[np.bool_]:
 def backward_peaks(
     layer: LayerBytes, chunks: Chunks, taken: FloatArray, units: Units | None = None
 ) -> FloatArray:
-    """Return bytes per count at the peaks of a backward task, float64 `[chunks, peaks, 17]`; `taken` of messages."""
+    """Return bytes per count at the peaks of a backward task, float64 `[chunks, peaks, 18]`; `taken` of messages."""
     num_stored, last = chunks.layers - chunks.num_again, chunks.layers - 1
     # Affine in the finished layers, except where recomputation begins and while the first gradients are allocated.
     corners = [0 * last, np.maximum(num_stored - 1, 0), np.minimum(num_stored, last), last]
@@ -782,7 +782,9 @@ def backward_peaks(
         embedding[:, ANY] = np.maximum(units.message + gradient, gradient * units.sums) - units.always
         embedding *= (units.by_embedding > 0)[:, np.newaxis]
         peaks.append(embedding)
-    for peak in peaks:  # NEAR counts whole documents too
+    for peak in peaks:
+        peak[:, LATER] = chunks.widening * peak[:, NEAR]
+        # NEAR counts whole documents too.
         peak[:, WHOLE] = (peak[:, WHOLE] - peak[:, NEAR]) * layer.is_eager
     return _needed(peaks)
 

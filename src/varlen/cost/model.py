@@ -87,8 +87,8 @@ class CostModel:
     """Parameters of adapters, such as LoRA's, over those of the layers; they alone are trained, and all other weights
     are frozen. 0: there are no adapters, and all weights are trained."""
     adapter_width: float = dataclasses.field(default=0.0, metadata=ADDED)
-    """Numbers that adapters store of each row in an average layer for their own gradients: the rows between LoRA's two
-    matrices; with DoRA also the two outputs of each layer that it scales."""
+    """Numbers that adapters store of each row in an average layer for their own gradients: the rows between LoRA's
+    two matrices; with DoRA also the two outputs of each layer that it scales."""
     optimizer_bytes: float | None = dataclasses.field(default=None, metadata=ADDED)
     """Bytes that the optimizer keeps of a trained parameter, without its master; None: Adam's two moments, 8, or
     4 with states="weights"."""
