@@ -23,9 +23,18 @@ from transformers import (
 )
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
+from varlen.cost import kernels
 from varlen.cost.hardware import Hardware
 from varlen.cost.memory import HEAD, LOGIT_BYTES, LOGIT_ROWS, NEAR, OWN, activation_bytes, bytes_per_parameter
 from varlen.cost.model import CostModel
+from varlen.cost.rates import (
+    FORWARD_HEAD,
+    FORWARD_LAYER,
+    INPUT_HEAD,
+    INPUT_LAYER,
+    WEIGHT_HEAD,
+    WEIGHT_LAYER,
+)
 from varlen.cost.shape import (
     POSITIONS,
     SHAPES,
@@ -541,6 +550,98 @@ def test_states_are_what_an_optimizer_updates(states, expected):
         COST.replace(states="halves")
 
 
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ("masters", [2, 2, 2 / 8]),
+        ("weights", [2, 2, 2 / 8]),
+        ("float32", [4, 4, 4 / 8]),
+    ],
+)
+def test_a_frozen_parameter_is_its_weight(states, expected):
+    meshes = [Mesh(dp=4, cp=2, sharding=sharding) for sharding in ("none", "optimizer", "parameters")]  # type: ignore[arg-type]
+
+    assert [bytes_per_parameter(mesh, states, is_trained=False) for mesh in meshes] == expected
+    by_step = [
+        bytes_per_parameter(meshes[2], states, "step", precision, is_trained=False)  # type: ignore[arg-type]
+        for precision in ("bf16", "fp32")
+    ]
+    assert by_step == [expected[2] + 2, expected[2] + 4]
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ("masters", [6 + 4 + 1, 6 + 5 / 8, 11 / 8]),
+        ("weights", [8 + 1, 8 + 1, 9 / 8]),
+        ("float32", [8 + 1, 8 + 5 / 8, 9 / 8]),
+    ],
+)
+def test_an_optimizer_keeps_as_many_bytes_as_is_said(states, expected):
+    meshes = [Mesh(dp=4, cp=2, sharding=sharding) for sharding in ("none", "optimizer", "parameters")]  # type: ignore[arg-type]
+
+    assert [bytes_per_parameter(mesh, states, optimizer_bytes=1.0) for mesh in meshes] == expected
+
+
+@pytest.mark.parametrize(("sharding", "each", "frozen"), [("none", 12.0, 2.0), ("parameters", 12 / 8, 2 / 8)])
+def test_adapters_are_all_that_is_trained(sharding, each, frozen):
+    mesh = Mesh(dp=8, pp=2, sharding=sharding)
+    cost = COST.replace(adapter_share=0.01, optimizer_bytes=2.0)
+
+    states = cost.memory(mesh).state_bytes.sum()
+
+    adapters = 0.01 * LLAMA.parameters_per_layer
+    gathered = 2 * 4 * (LLAMA.parameters_per_layer + adapters) * (sharding == "parameters")
+    own = frozen * LLAMA.num_parameters + each * 32 * adapters
+    assert states == pytest.approx(own + gathered + LOGIT_ROWS * LOGIT_BYTES * LLAMA.vocab, rel=1e-12)
+
+
+def test_ends_may_be_updated_by_another_optimizer():
+    mesh = Mesh(sharding="none")
+    states = COST.replace(optimizer_bytes=4.0, end_optimizer_bytes=8.0).memory(mesh).state_bytes[0]
+
+    least = COST.memory(mesh).state_bytes[0] - 4 * 32 * LLAMA.parameters_per_layer
+    assert states == pytest.approx(least, rel=1e-12)
+    alike = COST.replace(optimizer_bytes=8.0).memory(mesh)
+    assert alike.state_bytes.tolist() == COST.memory(mesh).state_bytes.tolist()
+
+
+def test_gradients_of_adapters_alone_are_computed_and_travel():
+    cost = COST.replace(adapter_share=0.01)
+    slices = [np.array(each, np.int32) for each in ([0, 1], [0], [4096], [1])]
+    whole, frozen = (kernels.price(*slices, each.rates(Mesh(tp=8)))[0] for each in (COST, cost))
+    launch_s = H100.launch_s
+
+    same = [FORWARD_LAYER, FORWARD_HEAD, INPUT_LAYER, INPUT_HEAD]
+    assert frozen[same].tolist() == whole[same].tolist()
+    assert frozen[WEIGHT_HEAD] == launch_s
+    assert frozen[WEIGHT_LAYER] - launch_s == pytest.approx(0.01 * (whole[WEIGHT_LAYER] - launch_s))
+    trained = 32 * 0.01 * LLAMA.parameters_per_layer
+    assert cost.gradient_sync_s(Mesh(dp=8, sharding="none"))[0] == pytest.approx(
+        2 * (4 * trained * 7 / 8 / 360e9 + 3 * 10e-6)
+    )
+    mesh = Mesh(dp=4, pp=2, sharding="parameters")
+    reduced = [each.traffic_s(mesh, splits_backward=True)[2, 1] for each in (COST, cost)]
+    assert reduced[1] < 0.05 * reduced[0]
+
+
+def test_float32_takes_twice_the_bytes_of_half_precision_where_it_is_no_float32_already():
+    half, wide = COST.replace(kernels="eager"), COST.replace(kernels="eager", precision="fp32")
+    mesh = Mesh(dp=2, pp=2)
+
+    kv, each = 4 * 8 * 128, 32 * 4096
+    assert wide.replace(recompute="full").memory(mesh).held_bytes.sum() == 32 * 2 * kv + 4 * each
+    assert wide.memory(mesh).gradient_bytes.tolist() == half.memory(mesh).gradient_bytes.tolist()
+    assert wide.memory(mesh).state_bytes.tolist() == half.memory(mesh).state_bytes.tolist()
+    assert wide.send_s(mesh)[1] == 2 * half.send_s(mesh)[1]
+    names = ("key_value_bytes", "key_value_back_bytes", "host_s_per_token", "host_back_s_per_token")
+    ours, theirs = (each.replace(offload="kv").rates(mesh) for each in (wide, half))
+    assert [getattr(ours, name) / getattr(theirs, name) for name in names] == [2, 4 / 3, 2, 4 / 3]
+    sharded = replace(mesh, sharding="parameters")
+    gathered = [each.traffic_s(sharded)[0, 0] for each in (half, wide)]
+    assert 1.9 < gathered[1] / gathered[0] < 2
+
+
 @pytest.mark.parametrize("virtual_stages", [1, 2])
 def test_states_add_up_to_the_model(virtual_stages):
     mesh = Mesh(dp=2, pp=4, virtual_stages=virtual_stages, sharding="none")
@@ -699,6 +800,12 @@ def test_gpus_of_several_nodes_synchronize_over_the_network():
         ({"tp_overlap": 1.5}, "tp_overlap=1.5; it must be from 0 to 1"),
         ({"exchange_overlap": -0.5}, "exchange_overlap=-0.5; it must be from 0 to 1"),
         ({"memory_fraction": 0}, "memory_fraction=0; it must be above 0 and at most 1"),
+        ({"adapter_share": -0.1}, "adapter_share=-0.1; it must be a number from 0 on"),
+        ({"adapter_share": None}, "adapter_share=None; it must be a number from 0 on"),
+        ({"adapter_width": np.inf}, "adapter_width=inf; it must be a number from 0 on"),
+        ({"optimizer_bytes": "two"}, "optimizer_bytes='two'; it must be a number from 0 on"),
+        ({"end_optimizer_bytes": True}, "end_optimizer_bytes=True; it must be a number from 0 on"),
+        ({"precision": "fp16"}, 'cost precision=\'fp16\'; it must be "bf16" or "fp32"'),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, words):

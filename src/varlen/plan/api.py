@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.arguments import in_words
-from varlen.cost.memory import layers_again
-from varlen.cost.memory import LATER
+from varlen.cost.memory import LATER, layers_again
 from varlen.cost.model import CostModel
 from varlen.cost.shape import check_positions
 from varlen.counts import as_size, many
