@@ -16,22 +16,15 @@ from varlen.arguments import MEMORY_FRACTION, in_words
 from varlen.cost import memory as memories
 from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable
 from varlen.cost.memory import (
-    ENTRY_BYTES,
     LAYERS_ON_DEVICE,
-    Gathered,
     Kernels,
     Memory,
-    Precision,
     Saved,
-    States,
-    Trained,
-    chunk_parameters,
     communicator_bytes,
     kv_shards,
     layers_again,
     memory_of,
     reused_bytes,
-    trained_parameters,
 )
 from varlen.cost.rates import LAYER_LAUNCHES, SLICE_LAUNCHES, Rates
 from varlen.cost.shape import (
@@ -43,6 +36,16 @@ from varlen.cost.shape import (
     check_mesh,
     stages_of,
     step_flops,
+)
+from varlen.cost.states import (
+    ALL,
+    ENTRY_BYTES,
+    Gathered,
+    Precision,
+    States,
+    Trained,
+    chunk_parameters,
+    trained_parameters,
 )
 from varlen.errors import SettingError
 from varlen.step_plan import KINDS, Mesh, Offload, Recompute, StepPlan
@@ -526,7 +529,7 @@ def gradient_sync_s(
     mesh: Mesh,
     stages: Stages,
     gathered: Gathered = "unit",
-    trained: Trained | None = None,
+    trained: Trained = ALL,
     precision: Precision = "bf16",
 ) -> FloatArray:
     """Return seconds of the gradient synchronization at a step's end, float64 `[pp]`.
@@ -535,7 +538,7 @@ def gradient_sync_s(
     ("optimizer", and "parameters" if they are gathered once a step). Else gradients have been reduced by each
     MicroPack. Frozen parameters are gathered with sharding="parameters" alone.
     """
-    peers, trained = mesh.dp * mesh.cp, Trained() if trained is None else trained
+    peers = mesh.dp * mesh.cp
     if (mesh.sharding == "parameters" and gathered == "unit") or peers == 1:
         return np.zeros(mesh.pp)
     learning = trained_parameters(model, stages, trained)

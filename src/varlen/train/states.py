@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from varlen.cost.memory import States, bytes_per_parameter
 from varlen.cost.shape import ModelShape
+from varlen.cost.states import States, bytes_per_parameter
 from varlen.step_plan import Mesh
 from varlen.train.lora import add_adapter, stored_width
 from varlen.train.model import bare_model, embedding_names
