@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import Field, dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,18 @@ def rebuilt(value: Any) -> tuple[partial[Any], tuple[()]]:
     """Return what `__reduce__` returns, so that unpickling calls the constructor and freezes arrays."""
     kind: Callable[..., Any] = type(value)
     return partial(kind, **{field.name: getattr(value, field.name) for field in fields(value)}), ()
+
+
+ADDED: Final = MappingProxyType({"is_added": True})
+"""Metadata of a field that was added after objects of its class were stored and hashed: at its default it is neither
+stored nor hashed, so that hashes stay the same."""
+
+
+def stored_fields(value: Any) -> Iterator[Field[Any]]:
+    """Yield the fields of a dataclass, except those that are `ADDED` and at their default."""
+    for each in fields(value):
+        if "is_added" not in each.metadata or getattr(value, each.name) != each.default:
+            yield each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -242,6 +242,11 @@ def test_a_fingerprint_sees_every_figure():
     others = [
         cost.replace(recompute="full"),
         cost.replace(memory_fraction=0.9),
+        cost.replace(adapter_share=0.1),
+        cost.replace(adapter_share=0.1, adapter_width=8),
+        cost.replace(optimizer_bytes=2),
+        cost.replace(end_optimizer_bytes=2),
+        cost.replace(precision="fp32"),
         cost.replace(hardware=dataclasses.replace(cost.hardware, launch_s=31e-6)),
         cost.replace(
             hardware=dataclasses.replace(cost.hardware, inter=Link(latency_s=0.0, bytes_per_s=5e10))
@@ -251,7 +256,7 @@ def test_a_fingerprint_sees_every_figure():
     ]
 
     assert cost.fingerprint == cost_of(Hardware.named("h100")).fingerprint
-    assert len({other.fingerprint for other in [cost, *others]}) == 7
+    assert len({other.fingerprint for other in [cost, *others]}) == 12
 
 
 NULL = object()

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from varlen.cost.hardware import Hardware
-from varlen.cost.memory import HEAD, LOGIT_BYTES, LOGIT_ROWS, NEAR, OWN, activation_bytes, bytes_per_parameter
+from varlen.cost.memory import HEAD, NEAR, OWN, activation_bytes
 from varlen.cost.model import CostModel
 from varlen.cost.shape import (
     POSITIONS,
@@ -514,68 +514,6 @@ def test_latent_attention_holds_latents_for_later_slices():
     assert cost.memory(Mesh()).held_bytes[0] == 61 * (2 * 7168 + 2 * 576) + 4 * 7168
 
 
-@pytest.mark.parametrize(
-    ("sharding", "expected"), [("none", 18.0), ("optimizer", 6 + 12 / 8), ("parameters", 18 / 8)]
-)
-def test_a_parameter_has_the_bytes_of_its_sharding(sharding, expected):
-    assert bytes_per_parameter(Mesh(dp=4, cp=2, sharding=sharding)) == expected  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("states", "expected"),
-    [
-        ("masters", [18, 6 + 12 / 8, 18 / 8]),
-        ("weights", [12, 12, 12 / 8]),
-        ("float32", [16, 8 + 12 / 8, 16 / 8]),
-    ],
-)
-def test_states_are_what_an_optimizer_updates(states, expected):
-    meshes = [Mesh(dp=4, cp=2, sharding=sharding) for sharding in ("none", "optimizer", "parameters")]  # type: ignore[arg-type]
-
-    assert [bytes_per_parameter(mesh, states) for mesh in meshes] == expected
-    cost = COST.replace(states=states)
-    assert cost.memory(Mesh(sharding="none")).state_bytes / expected[0] == pytest.approx(
-        COST.memory(Mesh(sharding="none")).state_bytes / 18, rel=0.05
-    )
-    with pytest.raises(SettingError, match=r"cost states='halves'; it must be .*float32"):
-        COST.replace(states="halves")
-
-
-@pytest.mark.parametrize("virtual_stages", [1, 2])
-def test_states_add_up_to_the_model(virtual_stages):
-    mesh = Mesh(dp=2, pp=4, virtual_stages=virtual_stages, sharding="none")
-
-    states = COST.memory(mesh).state_bytes
-
-    assert states.sum() == 18 * LLAMA.num_parameters + LOGIT_ROWS * LOGIT_BYTES * LLAMA.vocab
-
-
-def test_tensor_parallel_gpus_divide_states():
-    whole, eighth = (COST.memory(Mesh(pp=2, tp=tp)).state_bytes for tp in (1, 8))
-
-    assert (8 * eighth).tolist() == whole.tolist()
-
-
-def test_sharded_parameters_keep_one_gathered_layer():
-    mesh = Mesh(dp=8, pp=2, sharding="parameters")
-
-    states = COST.memory(mesh).state_bytes
-
-    own = 18 / 8 * LLAMA.num_parameters + LOGIT_ROWS * LOGIT_BYTES * LLAMA.vocab
-    assert states.sum() == own + 2 * 4 * LLAMA.parameters_per_layer
-
-
-def test_a_tied_matrix_stands_at_both_ends_of_a_pipeline_and_once_without():
-    cost = CostModel(model=ModelShape.named("gpt-7b"), hardware=H100)
-    logits = LOGIT_ROWS * LOGIT_BYTES * 50304
-
-    one = cost.memory(Mesh(sharding="none")).state_bytes.sum() - logits
-    two = cost.memory(Mesh(pp=2, sharding="none")).state_bytes.sum() - logits
-
-    assert one == 18 * cost.model.num_parameters
-    assert two == one + 18 * cost.model.head_parameters
-
-
 def test_the_limit_is_a_share_of_the_card():
     assert COST.memory(Mesh()).limit_bytes == 0.92 * 80e9
     assert COST.replace(memory_fraction=0.5).memory(Mesh()).limit_bytes == 40e9
@@ -699,6 +637,12 @@ def test_gpus_of_several_nodes_synchronize_over_the_network():
         ({"tp_overlap": 1.5}, "tp_overlap=1.5; it must be from 0 to 1"),
         ({"exchange_overlap": -0.5}, "exchange_overlap=-0.5; it must be from 0 to 1"),
         ({"memory_fraction": 0}, "memory_fraction=0; it must be above 0 and at most 1"),
+        ({"adapter_share": -0.1}, "adapter_share=-0.1; it must be a number from 0 on"),
+        ({"adapter_share": None}, "adapter_share=None; it must be a number from 0 on"),
+        ({"adapter_width": np.inf}, "adapter_width=inf; it must be a number from 0 on"),
+        ({"optimizer_bytes": "two"}, "optimizer_bytes='two'; it must be a number from 0 on"),
+        ({"end_optimizer_bytes": True}, "end_optimizer_bytes=True; it must be a number from 0 on"),
+        ({"precision": "fp16"}, 'cost precision=\'fp16\'; it must be "bf16" or "fp32"'),
     ],
 )
 def test_settings_out_of_range_are_refused(changes, words):

@@ -29,7 +29,12 @@ RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 OUT = Path(sys.argv[2] if len(sys.argv) > 2 else ".")  # imported, as by doctest, it is no job
 WAYS = (("unit", "layers"), ("step", "layers"), ("unit", "parts"), ("unit", "root"))
 MEMORY = {
-    2: (("optimizer", "unit", 1, "none", 256), ("parameters", "step", 1, "full", 256, 4)),
+    2: (
+        ("optimizer", "unit", 1, "none", 256),
+        ("parameters", "step", 1, "full", 256, 4),
+        ("parameters", "step", 1, "full", 256, 0, "bf16", 4, "muon"),
+        ("parameters", "unit", 1, "full", 256, 0, "fp32", 4),
+    ),
     4: (("parameters", "unit", 2, "none", 256),),
 }
 SEEDS = (0, 1, 4)

@@ -28,6 +28,10 @@ from varlen.runtime.mesh.fsdp import Shards
 from varlen.runtime.mesh.process_groups import coordinate_of
 from varlen.runtime.split import Elsewhere, cut_to_stage, devices_of, divide_layers
 from varlen.step_plan import BACKWARD, FORWARD
+from varlen.train.lora import add_adapter, stored_width
+from varlen.train.model import embedding_names
+from varlen.train.optimizers import make_optimizer
+from varlen.train.settings import AdapterSettings, OptimizerSettings
 
 
 def layers_whole_at_once(model: Any, mesh: vl.Mesh, stage: int, gathered: Any) -> list[int]:
@@ -201,26 +205,43 @@ def run_memory(
     recompute: Any,
     vocab: int,
     slices: int = 0,
+    precision: Any = "bf16",
+    adapter_rank: int = 0,
+    optimizer: Any = "adamw",
 ) -> dict[str, Any]:
     """The most bytes alive on each rank, parameters and an optimizer's states among them, and what is predicted.
 
-    With slices, ranks share one document, of so many; without, each has whole ones.
+    With slices, ranks share one document, of so many; without, each has whole ones. With an adapter's rank, all
+    weights of the model are frozen.
     """
     mesh, is_sharded = vl.Mesh(dp=world // pp, pp=pp, sharding=sharding), sharding == "parameters"
+    is_half = precision == "bf16"
     with pytest.MonkeyPatch.context() as patched, wide_products(), TrackedBytes() as meter:
         # Messages as small as the model: its matrices go by themselves, as those of larger models do, and what gloo
         # copies of the others, in a thread of its own and so at any time, is little.
         patched.setattr(gradients, "ALONE_BYTES", 1 << 16)
         patched.setattr(gradients, "BUCKET_BYTES", 1 << 18)
-        dtype = torch.float32 if is_sharded else torch.bfloat16
+        dtype = torch.bfloat16 if is_half and not is_sharded else torch.float32
         model = tiny("llama", dtype, vocab_size=vocab, **SIZES_OF_MEMORY)
+        states: dict[str, Any] = {"states": "masters" if dtype == torch.bfloat16 else "float32"}
+        if adapter_rank:
+            add_adapter(model, AdapterSettings(rank=adapter_rank))
+            model.to(dtype)
+        shape = vl.ModelShape.from_config(model.config)
+        if adapter_rank:
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            states["adapter_share"] = trained / (shape.layers * shape.parameters_per_layer)
+            states["adapter_width"] = stored_width(model) / shape.layers
+        if optimizer == "muon":
+            states |= {"optimizer_bytes": 4.0} | ({} if adapter_rank else {"end_optimizer_bytes": 8.0})
         cost = vl.CostModel(
-            model=vl.ModelShape.from_config(model.config),
+            model=shape,
             hardware=vl.Hardware.named("h100"),
             kernels="eager",
             recompute=recompute,
-            states="float32" if is_sharded else "masters",
+            precision=precision,
             gathered=gathered,
+            **states,
         )
         length = 450
         plan = (
@@ -232,14 +253,20 @@ def run_memory(
         )
         cut_to_stage(model, mesh, rank // mesh.dp)
         if is_sharded:
-            shard(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            shard(
+                model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if is_half else None)
+            )
         with closing(vl.SliceEngine(model, mesh=mesh, rank=rank, deadline_s=60, gathered=gathered)) as engine:
-            optimizer = torch.optim.AdamW(model.parameters() if is_sharded else engine.master_parameters())
+            updated = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            if not is_sharded:
+                updated = dict(zip(updated, engine.master_parameters()))
+            settings = OptimizerSettings(name=optimizer)
+            updater = make_optimizer(updated, settings, torch.device("cpu"), embedding_names(model))
             for step in range(2):
                 stats = engine.step(batch_of(plan, step), plan, meter=meter)
-                optimizer.step()
+                updater.step(1e-3)
                 engine.publish() if not is_sharded else None
-                optimizer.zero_grad()
+                updater.zero_grad()
     said = vl.simulate(plan, cost).peaks_bytes.T.ravel()
     return {"said": said.tolist(), "found": stats.peaks_bytes.tolist()}
 

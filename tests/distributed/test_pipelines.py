@@ -205,6 +205,26 @@ def test_peaks_of_memory_are_predicted_in_all_ways(tmp_path, ranks, pp, sharding
         for slices in (0, 1, 4, 5)
         for number, recompute in enumerate(("none", "selective", "full"))
     ]
+    assert_predicted_of(ways, ranks, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_peaks_of_adapters_other_optimizers_and_float32_are_predicted(tmp_path, precision, sharding):
+    ways = [
+        (*sharding, 1, recompute, 256, slices, precision, rank, optimizer)
+        for slices, recompute, rank, optimizer in (
+            (0, "full", 4, "muon"),
+            (0, "none", 0, "muon"),
+            (4, "full", 4, "adamw"),
+            (0, "selective", 4, "adamw"),
+        )
+    ]
+    assert_predicted_of(ways, 2, tmp_path)
+
+
+def assert_predicted_of(ways: list[Any], ranks: int, tmp_path: Path) -> None:
     as_ranks(JOB, "memory", tmp_path, json.dumps(ways), ranks=ranks, libraries=LIBRARIES)
     for rank in range(ranks):
         assert_predicted(json.loads((tmp_path / f"{rank}.json").read_text())["memory"])

@@ -131,7 +131,7 @@ def slice_seconds(
     return (
         max(forward + exchange, rates.host_s_per_token * start / group) + head * linear,
         max(backward, rates.host_back_s_per_token * start / group) + head * linear_back,
-        (rates.linear_flops + head) * linear_back,
+        (rates.linear_flops * rates.weight_ratio + head * rates.head_weight_ratio) * linear_back,
     )
 
 
@@ -173,8 +173,8 @@ def _micropack(slices: list[tuple[float, float, float]], rates: Rates) -> list[f
         rates.head_flops * linear + rates.launch_s,
         max(back, rates.host_back_s_per_token * earlier),
         rates.head_flops * linear_back + rates.launch_s,
-        rates.linear_flops * linear_back + rates.launch_s,
-        rates.head_flops * linear_back + rates.launch_s,
+        rates.linear_flops * rates.weight_ratio * linear_back + rates.launch_s,
+        rates.head_flops * rates.head_weight_ratio * linear_back + rates.launch_s,
         rows,
     ]
 

@@ -26,6 +26,7 @@ from varlen.cost.memory import (
     HEAD,
     KEYS,
     KNOWN,
+    LATER,
     LOGIT_ROWS,
     MOVED,
     NEAR,
@@ -180,8 +181,8 @@ def backward_counts(
         are_whole = whole[slice_offsets[of_all] : slice_offsets[of_all + 1]].tolist()
         for (start, stop, ranks, document, is_end), is_whole in zip(mine, are_whole):
             rows, share = stop - start, float(ranks * cp)
-            found = [rows, start, stop, 0] if is_end else [rows, 0, 3.0 * stop, rows]
-            counts[[OWN, OPENED, NEAR, CLOSED], pack] += np.array(found) / share
+            found = [rows, start, stop, 0, 0] if is_end else [rows, 0, stop, rows, stop]
+            counts[[OWN, OPENED, NEAR, CLOSED, LATER], pack] += np.array(found) / share
             own = [one for one in pieces.get(document, [(start, stop)]) if one[0] < stop and start < one[1]]
             counts[RETURNED, pack] += sum(last - first for first, last in own if first >= start) / share
             taken += len(own)

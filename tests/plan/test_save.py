@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from tests.support.random_plans import large_plan, random_plan
 from tests.support.rarely import examples
 
+from varlen.cost.hardware import Hardware
+from varlen.cost.model import CostModel
+from varlen.cost.shape import ModelShape
 from varlen.errors import PlanError, SettingError, SourceError, StalledError
 from varlen.plan.assign import assign
 from varlen.plan.check import check_plan
@@ -286,13 +289,19 @@ def test_equal_settings_are_equal_text():
 
 
 def test_a_cost_model_comes_out_with_the_same_figures():
-    from varlen.cost.hardware import Hardware
-    from varlen.cost.model import CostModel
-    from varlen.cost.shape import ModelShape
-
     cost = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"), recompute="full")
 
     assert from_json(to_json(cost)).fingerprint == cost.fingerprint
+    other = cost.replace(adapter_share=0.01, adapter_width=8, optimizer_bytes=4, precision="fp32")
+    assert from_json(to_json(other)).fingerprint == other.fingerprint != cost.fingerprint
+
+
+def test_fields_that_were_added_are_stored_only_where_they_say_something():
+    cost = CostModel(model=ModelShape.named("llama-3-8b"), hardware=Hardware.named("h100"))
+    told = {"adapter_share": 0.01, "adapter_width": 8, "optimizer_bytes": 4, "end_optimizer_bytes": 8}
+
+    assert not any(name in to_json(cost) for name in (*told, "precision"))
+    assert all(name in to_json(cost.replace(**told)) for name in told)
 
 
 def test_a_function_is_found_by_its_name():

@@ -443,11 +443,11 @@ MOST_AND_LEAST = pytest.mark.parametrize(
 ON_ONE = [(name, *held) for name in MODELS for held in (((600,), 100), ((500, 40, 160, 90, 60), 250))]
 
 
-def check(name: str, plan: StepPlan, saved: Any, rel: float = 0.02) -> None:
-    model = tiny("llama", torch.bfloat16, **MODELS[name])
+def check(name: str, plan: StepPlan, saved: Any, rel: float = 0.02, precision: Any = "bf16") -> None:
+    model = tiny("llama", torch.bfloat16 if precision == "bf16" else torch.float32, **MODELS[name])
 
     found = measured(model, spread(plan), saved)
-    said = predicted(model, plan, saved).repeat(plan.mesh.cp, axis=0)
+    said = predicted(model, plan, saved, precision).repeat(plan.mesh.cp, axis=0)
 
     for place, (one, other) in enumerate(zip(found.ravel().tolist(), said.ravel().tolist())):
         print(f"place {place}: measured {one:,.0f}, predicted {other:,.0f}, {other / one - 1:+.2%}")
@@ -532,6 +532,25 @@ def test_gpus_of_context_parallelism_hold_what_is_predicted(name, recompute, sav
     plan = plan_of_slices([1600, 320], cuts, recompute=recompute, mesh=Mesh(cp=ranks))
     plan = replace(plan, offload=offload)
     check(name, plan, saved)
+
+
+CUTS: list[list[Slice]] = [[(0, *each)] for each in pairwise(range(0, 1601, 320))]
+IN_FLOAT32: dict[str, StepPlan] = {
+    "slices": one_gpu_plan(np.array([600], np.int32), 100),
+    "packs": one_gpu_plan(np.array([500, 40, 160, 90, 60], np.int32), 250),
+    "stages": pipelined(sliced(2, 5, 5), 5, 5, 100, Mesh(pp=2)),
+    "weights apart": pipelined(zero_bubble(2, 3), 3, 1, 300, Mesh(pp=2), splits_backward=True),
+    "shared": plan_of([1600], [(0, 2)], [CUTS] * 2, [CUTS[::-1]] * 2),
+    "cp": plan_of_slices([1600, 320], [*CUTS, [(1, 0, 320)]], mesh=Mesh(cp=2)),
+}
+
+
+@pytest.mark.parametrize("name", mostly(["GQA"], MODELS))
+@MOST_AND_LEAST
+@pytest.mark.parametrize("kind", IN_FLOAT32)
+def test_float32_holds_what_is_predicted(name, kind, recompute, saved, offload):
+    plan = replace(IN_FLOAT32[kind], recompute=recompute, offload=offload)
+    check(name, plan, saved, precision="fp32")
 
 
 SHARES = [("none", 1.0), ("full", 1.0), ("full", 0.5)]
@@ -732,8 +751,8 @@ def measured(model: Any, plan: StepPlan, saved: Saved = "layers") -> FloatArray:
     return peaks
 
 
-def predicted(model: Any, plan: StepPlan, saved: Saved = "layers") -> FloatArray:
+def predicted(model: Any, plan: StepPlan, saved: Saved = "layers", precision: Any = "bf16") -> FloatArray:
     """The simulator's peaks beside states, float64 `[dp, pp]`."""
     shape = vl.ModelShape.from_config(model.config)
-    cost = vl.CostModel(model=shape, hardware=H100, kernels="eager", saved=saved)
+    cost = vl.CostModel(model=shape, hardware=H100, kernels="eager", saved=saved, precision=precision)
     return vl.simulate(plan, cost).peaks_bytes - cost.as_planned(plan).memory(plan.mesh).state_bytes

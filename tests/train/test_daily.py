@@ -465,7 +465,7 @@ def test_slices_that_need_more_than_their_share_of_memory_are_refused(tmp_path):
 
 
 def test_a_longest_document_that_no_plan_fits_is_refused_before_it_comes(tmp_path):
-    plan = {"plan__hardware": card(tmp_path / "small.json", 1.3e6), "plan__least_rows": 16}
+    plan = {"plan__hardware": card(tmp_path / "small.json", 9e5), "plan__least_rows": 16}
     few, all_of_them = (
         settings(
             of_lengths(tmp_path, [16] * 120 + last),
@@ -480,8 +480,8 @@ def test_a_longest_document_that_no_plan_fits_is_refused_before_it_comes(tmp_pat
         PlanError, match=r"the longest document, document 120 of .*, alone in a step: .* too many"
     ):
         forecast(all_of_them)
-    found = forecast(all_of_them, memory_bytes=1.6e6)
-    assert found.memory_bytes == pytest.approx(1.6e6)
+    found = forecast(all_of_them, memory_bytes=1.2e6)
+    assert found.memory_bytes == pytest.approx(1.2e6)
 
 
 def test_too_little_memory_for_plans_is_a_sentence_with_the_way_out(store, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.plan.accuracy import LENGTHS as CASES
-from benchmarks.plan.accuracy import cases, predicted_bytes
+from benchmarks.plan.accuracy import TARGET_BYTES, cases
 from tests.support.rarely import IS_SOAK, mostly
 from tests.support.sliced import tiny, tokens_of, with_gradients
 from tests.support.tiny_families import SETTINGS
@@ -47,7 +47,6 @@ from varlen.train.affordable import affordable
 from varlen.train.model import model_config
 from varlen.train.optimizers import make_optimizer
 from varlen.train.parallel import Ranks
-from varlen.train.plans import WIDE, with_wide_rows
 from varlen.train.settings import OptimizerSettings
 from varlen.train.trainer import train
 
@@ -281,9 +280,20 @@ def test_what_data_cost_is_measured_by_the_plans_of_the_steps(store, hardware, t
     assert summary.totals.first_plan_s == notes.steps[0].plan_wait_s
 
 
+def costs_asked(monkeypatch):
+    """A list to which the cost models of runs are added."""
+    asked, inner = [], pricing.cost_of
+
+    def noted(*given, **named):
+        asked.append(inner(*given, **named))
+        return asked[-1]
+
+    monkeypatch.setattr(pricing, "cost_of", noted)
+    return asked
+
+
 def test_plans_are_priced_as_the_engine_runs_them(store, hardware, tmp_path, monkeypatch):
-    asked, widened = [], pricing.with_wide_rows
-    monkeypatch.setattr(pricing, "with_wide_rows", lambda cost, *of: asked.append(cost) or widened(cost, *of))
+    asked = costs_asked(monkeypatch)
 
     run(store, tmp_path / "run", priced(hardware), run__steps=1)
 
@@ -516,48 +526,38 @@ def test_ranks_share_a_document_that_none_holds_alone():
         affordable(LENGTHS, cost=cost, search=vl.Search(merges=False), **job)
 
 
-def test_rows_of_more_bytes_leave_less_room_for_them():
-    mesh = vl.Mesh(dp=2, pp=2, sharding="none")
-    state = BIG.memory(mesh).state_bytes
-
-    wide = with_wide_rows(BIG, mesh).memory(mesh)
-
-    assert state.min() < state.max()
-    assert wide.limit_bytes - state.min() == pytest.approx((1e12 - state.min()) / 2)
-    latency_s, row_s = BIG.send_s(mesh)
-    assert with_wide_rows(BIG, mesh).send_s(mesh) == pytest.approx((latency_s, 2 * row_s))
-    full = BIG.replace(memory_fraction=1e-3)
-    assert with_wide_rows(full, mesh) is full
-
-
 @pytest.mark.parametrize(
-    ("precision", "seen"), [({}, ["float32"]), (BF16, []), (BF16 | {"run__parallel": "fsdp"}, [])]
+    ("precision", "seen"),
+    [
+        ({}, ("fp32", "float32")),
+        (BF16, ("bf16", "masters")),
+        (BF16 | {"run__parallel": "fsdp"}, ("bf16", "float32")),
+    ],
 )
-def test_plans_know_how_wide_rows_are(store, hardware, tmp_path, monkeypatch, precision, seen):
-    found, inner = [], pricing.with_wide_rows
-    monkeypatch.setattr(
-        pricing, "with_wide_rows", lambda cost, mesh: found.append(cost.states) or inner(cost, mesh)
-    )
+def test_plans_know_how_wide_rows_and_weights_are(store, hardware, tmp_path, monkeypatch, precision, seen):
+    asked = costs_asked(monkeypatch)
 
     run(store, tmp_path / "run", priced(hardware), **precision, run__steps=1)
 
-    assert found == seen
+    assert [(cost.precision, cost.states) for cost in asked] == [seen]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", mostly([1], [0, 1]))
-def test_rows_take_no_more_bytes_than_plans_leave_them(number):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rows_take_the_bytes_that_plans_leave_them(number, precision):
     case = cases()[number]
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 8}
-    # A prediction of half precision is within 2 %, and plans leave 8 % of the memory free.
-    for dtype, times in ((torch.float32, WIDE), (torch.bfloat16, 1.02)):
-        model, tokens = tiny("llama", dtype, **sizes), tokens_of(CASES)
-        with_gradients(model)
-        counted = predicted_bytes(vl.ModelShape.from_config(model.config), case.plan)
-        with bytes_meter(torch.device("cpu")) as meter:
-            step = run_step(model, tokens, case.plan, meter=meter)
+    model = tiny("llama", torch.float32 if precision == "fp32" else torch.bfloat16, **sizes)
+    tokens, shape = tokens_of(CASES), vl.ModelShape.from_config(model.config)
+    with_gradients(model)
+    cost = vl.CostModel(model=shape, hardware=CARD, kernels="eager", precision=precision)
+    cost = cost.as_planned(case.plan)
+    counted = vl.simulate(case.plan, cost).peak_bytes - cost.memory(case.plan.mesh).state_bytes.max()
+    with bytes_meter(torch.device("cpu")) as meter:
+        step = run_step(model, tokens, case.plan, meter=meter)
 
-        assert 0.7 * times < step.task_runs[0].peak_bytes.max() / counted < times
+    assert step.task_runs[0].peak_bytes.max() - TARGET_BYTES * len(tokens) == pytest.approx(counted, rel=0.02)
 
 
 @pytest.mark.soak

@@ -42,6 +42,8 @@ class _Scalars(NamedTuple):
     linear_flops: float
     head_flops: float
     """Per average layer."""
+    weight_ratio: float
+    head_weight_ratio: float
     recompute: float
     reuse_s: float
     collective_s: float
@@ -82,6 +84,8 @@ def _scalars(rates: Rates) -> Any:
         rates.backward_ratio,
         rates.linear_flops,
         rates.head_flops / rates.num_layers,
+        rates.weight_ratio,
+        rates.head_weight_ratio,
         rates.recompute,
         rates.reuse_s,
         rates.collective_s,
@@ -232,7 +236,7 @@ def _slice_seconds(
     forward += scalars.linear_flops * flops + scalars.collective_s * own
     again = scalars.recompute * forward
     head = scalars.head_flops
-    weight = (scalars.linear_flops + head) * back_flops
+    weight = (scalars.linear_flops * scalars.weight_ratio + head * scalars.head_weight_ratio) * back_flops
     forward = max(forward + exchange, scalars.host_s_per_token * start / group) + head * flops
     backward += again + exchange_back + (scalars.collective_s + scalars.reuse_s) * own
     backward += scalars.linear_flops * back_flops
@@ -303,8 +307,8 @@ def price(slice_offsets: Int32, starts: Int32, stops: Int32, num_ranks: Int32, r
         priced[pack, FORWARD_HEAD] = head_flops * linear + launch_s
         priced[pack, INPUT_LAYER] = max(backward, scalars.host_back_s_per_token * host)
         priced[pack, INPUT_HEAD] = head_flops * linear_back + launch_s
-        priced[pack, WEIGHT_LAYER] = scalars.linear_flops * linear_back + launch_s
-        priced[pack, WEIGHT_HEAD] = head_flops * linear_back + launch_s
+        priced[pack, WEIGHT_LAYER] = scalars.linear_flops * scalars.weight_ratio * linear_back + launch_s
+        priced[pack, WEIGHT_HEAD] = head_flops * scalars.head_weight_ratio * linear_back + launch_s
         priced[pack, ROWS] = rows
     return priced
 

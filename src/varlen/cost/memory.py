@@ -7,6 +7,7 @@ that selective recomputation doesn't recompute). A *row* is a token that a GPU c
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Final, Literal, NamedTuple
 
@@ -14,11 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.cost.shape import CACHE_SIZE, ModelShape, Stages
+from varlen.cost.states import (
+    ALL,
+    ENTRY_BYTES,
+    Gathered,
+    Precision,
+    States,
+    Trained,
+    Units,
+    bytes_per_parameter,
+    chunk_parameters,
+    layer_parameters,
+    units_of,
+)
 from varlen.step_plan import Mesh, Offload, Recompute
 from varlen.types import FloatArray
-
-Gathered = Literal["unit", "step"]
-"""How long parameters that ranks divide are whole: while their layer runs, or all step."""
 
 Saved = Literal["layers", "stage"]
 """What recomputation starts from: the input of each layer, or the input of a chunk's first layer."""
@@ -36,7 +47,7 @@ class Memory:
     """float64 `[num_chunks]`: per row, dK and dV in float32, while its document is in backward."""
     near_bytes: FloatArray
     """float64 `[num_chunks]`: with keys and values in host memory, per token of a running MicroPack's documents up to
-    the MicroPack's end; three times as many in the backward pass."""
+    the MicroPack's end; their float32 gradients besides in the backward pass."""
     kept_for_weight_bytes: FloatArray
     """float64 `[num_chunks]`: per row, from input gradients to weight gradients if these are separate tasks."""
     forward_peaks: FloatArray
@@ -45,9 +56,9 @@ class Memory:
     forward_left: FloatArray
     """float64 `[num_chunks, 9]`: bytes per count that a forward task leaves allocated."""
     backward_peaks: FloatArray
-    """float64 `[num_chunks, peaks, 17]`: as `forward_peaks`."""
+    """float64 `[num_chunks, peaks, 18]`: as `forward_peaks`."""
     backward_left: FloatArray
-    """float64 `[num_chunks, 17]`: bytes that a backward task leaves allocated, less those that it frees."""
+    """float64 `[num_chunks, 18]`: bytes that a backward task leaves allocated, less those that it frees."""
     first_bytes: FloatArray
     """float64 `[2, num_chunks]`: per row of the first MicroPack of each pass, received before any task runs."""
     limit_bytes: float
@@ -58,37 +69,6 @@ class Memory:
             value = getattr(self, field.name)
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
-
-
-States = Literal["masters", "weights", "float32"]
-"""What an optimizer updates: float32 masters of half-precision weights, these weights, or float32 weights."""
-
-_STATE_BYTES: Final[dict[States, tuple[float, float]]] = {
-    "masters": (6.0, 12.0),
-    "weights": (8.0, 4.0),
-    "float32": (8.0, 8.0),
-}
-"""Bytes of a parameter: of the weight and its gradients (of narrow weights `main_grad` in float32, and `.grad` where
-the optimizer updates them), and of the masters and Adam's two moments."""
-
-
-def bytes_per_parameter(mesh: Mesh, states: States = "masters", gathered: Gathered = "unit") -> float:
-    """Return bytes of a parameter's states on one GPU, with Adam.
-
-    With sharding="optimizer", GPUs that hold equal parameters, dp x cp, divide what the optimizer holds (ZeRO;
-    Rajbhandari et al. 2019, arXiv 1910.02054): the masters of narrow weights, or those of float32 weights, which then
-    have masters too. With sharding="parameters" they divide everything; with gathered="step", each also has whole
-    parameters and float32 gradients.
-    """
-    weight, optimizer = _STATE_BYTES[states]
-    shards = mesh.dp * mesh.cp
-    if mesh.sharding == "parameters":
-        # Gathered once a step, gradients are divided after the tasks, and take the place of the whole ones.
-        whole = 6.0 - 4.0 / shards if gathered == "step" else 0.0
-        return (weight + optimizer) / shards + whole
-    if mesh.sharding == "none" or states == "weights":
-        return weight + optimizer
-    return weight + (optimizer + 4.0 * (states == "float32")) / shards
 
 
 def layers_again(layers: FloatArray, share: float) -> FloatArray:
@@ -108,6 +88,8 @@ def memory_of(
     kernels: Kernels = "fused",
     *,
     states: States = "masters",
+    trained: Trained = ALL,
+    precision: Precision = "bf16",
     gathered: Gathered = "unit",
     recompute_share: float = 1.0,
     saved: Saved = "layers",
@@ -129,14 +111,17 @@ def memory_of(
     - With saved="stage", rows hold the input of the first layer of their chunk, in host memory if keys and values
       are; while a MicroPack runs backward, the inputs of all recomputed layers exist for its rows.
     - Parameters that ranks divide are gathered unit by unit; see `Units`.
+    - Frozen parameters have no gradients; see `Trained`. Of what adapters compute, what they store is counted.
+    - With precision="fp32", numbers take twice the bytes, except those that are float32 in any precision.
     - If GPUs share a document, by a plan or by cp, eager layers gather its keys and values, one layer at a time, and
       those of a slice that ends within `AHEAD_TOKENS` a layer ahead; fused ones use a ring.
     """
-    layers, layer = stages.layers, layer_bytes(model, mesh, recompute, kernels)
+    layers, layer = stages.layers, layer_bytes(model, mesh, recompute, kernels, trained, precision)
+    entry = ENTRY_BYTES[precision]
     num_again = layers_again(layers, recompute_share) * (recompute == "full")
     held_inputs, made_inputs = _inputs(layers, num_again, offload, saved)
     is_far, is_eager = (offload == "kv") & (layers > LAYERS_ON_DEVICE), kernels == "eager"
-    in_norm, in_product = head_bytes(model)
+    in_norm, in_product = head_bytes(model, precision)
     has_head = stages.has_head & is_eager
     chunks = Chunks(
         layers=layers,
@@ -144,9 +129,13 @@ def memory_of(
         made_inputs=made_inputs,
         near=np.where(is_far, 0.0, layer.kv),
         far=np.where(is_far, layer.kv, 0.0),
+        widening=4.0 / entry,
         in_norm=np.where(has_head, in_norm / mesh.tp, 0.0),
         in_product=np.where(has_head, in_product / mesh.tp, 0.0),
-        head_matrix=np.where(has_head, 2.0 * model.head_parameters / mesh.tp, 0.0),
+        # A product of float32 rows is added in place.
+        head_matrix=np.where(
+            has_head & (precision == "bf16"), trained.of_ends * 2.0 * model.head_parameters / mesh.tp, 0.0
+        ),
         splits=splits_backward,
     )
     inputs = layer.hidden * held_inputs
@@ -154,8 +143,10 @@ def memory_of(
     held += layer.shared * (num_again < layers) - chunks.far * layers
     held += 4 * model.hidden / mesh.tp * stages.has_head * (not is_eager)
     apart = layer.waiting_again * num_again + layer.waiting_stored * (layers - num_again)
-    gradient: FloatArray = 2 * chunks.near * layers
-    units = units_of(model, mesh, stages) if mesh.sharding == "parameters" and gathered == "unit" else None
+    gradient: FloatArray = chunks.widening * chunks.near * layers
+    units = None
+    if mesh.sharding == "parameters" and gathered == "unit":
+        units = units_of(model, mesh, stages, trained, precision)
     sent = messages(layer, num_again == layers, stages)
     taken, back_taken = sent.taken(FORWARD_COUNTS)[0], sent.taken(BACKWARD_COUNTS)[1]
     left, back_left = np.zeros_like(taken), np.zeros_like(back_taken)
@@ -166,7 +157,13 @@ def memory_of(
     back_left[:, OPENED], back_left[:, CLOSED], back_left[:, WHOLE] = gradient, -gradient, -left[:, WHOLE]
     return Memory(
         state_bytes=_state_bytes(
-            model, mesh, stages, kernels, bytes_per_parameter(mesh, states, gathered), units
+            model,
+            mesh,
+            stages,
+            kernels,
+            trained,
+            units,
+            functools.partial(bytes_per_parameter, mesh, states, gathered, precision),
         ),
         held_bytes=held,
         gradient_bytes=gradient,
@@ -198,83 +195,27 @@ def _state_bytes(
     mesh: Mesh,
     stages: Stages,
     kernels: Kernels,
-    bytes_of_one: float,
+    trained: Trained,
     units: Units | None,
+    bytes_of_one: Callable[..., float],
 ) -> FloatArray:
     """Return the bytes of states of each stage, float64 `[pp]`."""
-    chunks = chunk_parameters(model, stages) / mesh.tp * bytes_of_one
+    of_layer, of_end = (
+        bytes_of_one(optimizer_bytes=kept, is_trained=not trained.adapter_share)
+        for kept in (trained.optimizer_bytes, trained.end_optimizer_bytes)
+    )
+    own, of_layers = (
+        each / mesh.tp for each in (chunk_parameters(model, stages), layer_parameters(model, stages))
+    )
+    chunks = own * of_layer + (own - of_layers) * (of_end - of_layer)
+    if trained.adapter_share:
+        chunks += of_layers * trained.adapter_share * bytes_of_one(optimizer_bytes=trained.optimizer_bytes)
     if units is not None:
         chunks += units.always * (np.arange(mesh.num_chunks) < mesh.pp)
     if kernels == "fused":
         chunks += LOGIT_ROWS * LOGIT_BYTES * model.vocab / mesh.tp * stages.has_head
     of_stages: FloatArray = chunks.reshape(mesh.virtual_stages, mesh.pp).sum(axis=0)
     return of_stages
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Units:
-    """Bytes of parameters that ranks divide, and of their gradients, while a unit of the model runs.
-
-    - A layer's parameters are there, in bf16, and the next one's are being gathered.
-    - A backward pass makes a layer's gradients in bf16, and those of head and embedding in float32.
-    - Then they are summed in float32; the message, and its sum, are there until the next unit's gradients are.
-
-    Every array float64 `[num_chunks]`.
-    """
-
-    layer: float  # parameters of a layer
-    after_attention: float  # gradients of a layer that are there while its attention runs backward
-    sums: float  # 1 + the share of a gradient that a rank gets
-    head: FloatArray  # parameters of the head, where it is
-    embedding: FloatArray
-    kept: FloatArray  # gradients of a tied weight, from the head to the embedding
-
-    @property
-    def message(self) -> float:
-        """Gradients of a layer in float32, and this rank's part of the sum."""
-        return 2 * self.layer * self.sums
-
-    @property
-    def always(self) -> float:
-        """Bytes counted as states; the peaks of tasks count the difference."""
-        return 2 * self.layer
-
-    def at_layer(self, done: FloatArray, layers: FloatArray) -> FloatArray:
-        """Return that difference when a layer's backward pass begins, after `done` others of so many."""
-        from_head = 2 * self.head * self.sums * (self.kept == 0)
-        ahead = self.layer * (done < layers - 1)
-        found: FloatArray = self.layer + ahead + self.kept - self.always
-        return found + np.where(done > 0, self.message, from_head)
-
-
-def units_of(model: ModelShape, mesh: Mesh, stages: Stages) -> Units:
-    """Return the bytes of units."""
-    layer, matrix = 2.0 * model.parameters_per_layer / mesh.tp, 2.0 * model.head_parameters / mesh.tp
-    head, embedding = matrix * stages.has_head, matrix * stages.has_embedding
-    is_tied = stages.has_head & stages.has_embedding & model.tied
-    out = model.heads * model.value_head_dim * model.hidden
-    before = 2.0 * (model.attention_parameters - out) / mesh.tp
-    return Units(
-        layer=layer,
-        after_attention=layer - before,
-        sums=1 + 1 / (mesh.dp * mesh.cp),
-        head=head,
-        embedding=embedding,
-        kept=2 * head * is_tied,
-    )
-
-
-def chunk_parameters(model: ModelShape, stages: Stages) -> FloatArray:
-    """Return parameters of each chunk, float64 `[num_chunks]`; both ends of a pipeline hold a tied matrix."""
-    ends = stages.has_embedding.astype(np.float64) + stages.has_head
-    if model.tied and len(ends) == 1:
-        ends = np.ones(1)
-    own: FloatArray = (
-        stages.layers * model.parameters_per_layer
-        + ends * model.head_parameters
-        + stages.has_head * model.hidden
-    )
-    return own
 
 
 Kernels = Literal["fused", "eager"]
@@ -332,45 +273,55 @@ class LayerBytes:
     using a ring, and stages receive messages ahead."""
 
 
-def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Kernels) -> LayerBytes:
+def layer_bytes(
+    model: ModelShape,
+    mesh: Mesh,
+    recompute: Recompute,
+    kernels: Kernels,
+    trained: Trained,
+    precision: Precision,
+) -> LayerBytes:
     """Count the bytes of a row in one layer; with "full", stored layers recompute selectively."""
-    tp, hidden, gates = mesh.tp, 2.0 * model.hidden, 2.0 * model.active_ffn
-    expanded = 2 * model.kv_heads * (model.head_dim + model.value_head_dim) / kv_shards(model, mesh)
-    whole = (
-        activation_bytes(model) - 2 * model.kv_heads * (model.head_dim + model.value_head_dim)
-    ) / tp + expanded
+    entry = ENTRY_BYTES[precision]
+    tp, hidden, gates = mesh.tp, entry * model.hidden, entry * model.active_ffn
+    of_keys = entry * model.kv_heads * (model.head_dim + model.value_head_dim)
+    expanded = of_keys / kv_shards(model, mesh)
+    whole = (activation_bytes(model, precision) + entry * trained.adapter_width - of_keys) / tp + expanded
     is_eager, saves = kernels == "eager", recompute != "none"
-    queries, outputs = 2.0 * model.heads * model.head_dim, 2.0 * model.heads * model.value_head_dim
-    norm = 4 * hidden + 4 if is_eager else hidden
+    queries, outputs = entry * model.heads * model.head_dim, entry * model.heads * model.value_head_dim
+    # A norm whose weight is frozen doesn't store the normed row, and so selective recomputation has nothing to save.
+    normed = hidden * (is_eager and trained.adapter_share > 0)
+    reused = reused_bytes(model, precision) - 2 * normed
+    norm = 4.0 * model.hidden + 2 * hidden - normed + 4 if is_eager else hidden
     of_attention = norm + queries + outputs + 4 * model.heads
     # Gradients of the output, the residual and the queries (twice, since keys come in two parts).
     by_attention = hidden + outputs + 2 * queries
-    positions = 4.0 * model.head_dim if is_eager else 0.0
+    positions = 2 * entry * model.head_dim if is_eager else 0.0
+    # A layer's input, if it is float32 already, is what its first norm stores of it.
+    alike = hidden * (is_eager and precision == "fp32")
     if is_eager:
-        whole += eager_bytes(model) / tp
-        ends, widest = 2 * hidden, 2 * gates
+        whole += (eager_bytes(model, precision) - 2 * normed) / tp
+        ends, widest = 2 * hidden - alike, 2 * gates
         # Keys and values are in the cache; positions are recomputed.
-        made = whole - expanded + (hidden + positions + 8) / tp
+        made = whole - expanded + (hidden - alike + positions + 8) / tp
         # The input is copied if several documents run.
         forward_again = (3 * hidden + (3 if model.gated else 2) * gates + positions + 8) / tp
         forward_stored = (3 * hidden + 8 + gates * saves) / tp
         backward_again = made + (hidden + widest) / tp
         backward_stored = (hidden + widest + gates * model.gated * saves) / tp
     else:
-        ends, widest = 0.0, float(ffn_bytes(model)) + 2 * hidden
+        ends, widest = 0.0, ffn_bytes(model, precision) + 2 * hidden
         made = whole
         forward_again = whole + widest / tp
-        forward_stored = (widest + reused_bytes(model) * saves) / tp
+        forward_stored = (widest + reused * saves) / tp
         backward_again, backward_stored = whole + widest / tp, forward_stored
-    stored = whole - (reused_bytes(model) / tp if saves else 0.0)
-    # Outputs of norms and attention, the product; gradients of both outputs, queries, keys, values and gates.
-    waiting = (4 * hidden + queries + outputs + (3 if model.gated else 2) * gates) / tp + expanded
+    stored = whole - (reused / tp if saves else 0.0)
     # The incoming gradient and the activation that it belongs to exist until the layer is done.
-    again = (of_attention + by_attention + 2 * hidden + positions + 8 * is_eager) / tp + expanded
-    beside = (of_attention - hidden * saves + by_attention + hidden) / tp + expanded
+    again = (of_attention - alike + by_attention + 2 * hidden + positions + 8 * is_eager) / tp + expanded
+    beside = (of_attention - (hidden - normed) * saves + by_attention + hidden) / tp + expanded
     return LayerBytes(
         hidden=hidden / tp,
-        kv=model.kv_bytes_per_token_layer / kv_shards(model, mesh),
+        kv=entry / 2 * model.kv_bytes_per_token_layer / kv_shards(model, mesh),
         stored=stored,
         shared=(ends + positions) / tp,
         forward_again=forward_again,
@@ -382,15 +333,32 @@ def layer_bytes(model: ModelShape, mesh: Mesh, recompute: Recompute, kernels: Ke
         attention_stored=beside + expanded - stored,
         made=made,
         is_eager=is_eager,
-        waiting_again=waiting,
-        waiting_stored=waiting + (3 if model.gated else 2) * hidden / tp * (saves and is_eager),
-        waiting_behind=(hidden + (3 if model.gated else 2) * gates) / tp,
-        waiting_twice=hidden / tp * (saves and is_eager and model.gated),
-        waiting_first=gates / tp * is_eager,
-        waiting_last=14 * hidden / tp,
-        matrix=hidden * max(model.ffn, model.shared_ffn, model.expert_ffn) / tp * is_eager,
+        **_waiting(model, mesh, entry, twice=saves and is_eager, is_eager=is_eager),
+        matrix=trained.of_layers
+        * hidden
+        * max(model.ffn, model.shared_ffn, model.expert_ffn)
+        / tp
+        * is_eager,
         widened=gates / tp,
     )
+
+
+def _waiting(model: ModelShape, mesh: Mesh, entry: float, *, twice: bool, is_eager: bool) -> dict[str, float]:
+    """Return the bytes of `LayerBytes` for separate weight gradients; `twice` where norm outputs are recomputed."""
+    tp, hidden, gates = mesh.tp, entry * model.hidden, entry * model.active_ffn
+    heads = entry * model.heads * (model.head_dim + model.value_head_dim)
+    expanded = entry * model.kv_heads * (model.head_dim + model.value_head_dim) / kv_shards(model, mesh)
+    inner = 3 if model.gated else 2
+    # Outputs of norms and attention, the product; gradients of both outputs, queries, keys, values and gates.
+    waiting = (4 * hidden + heads + inner * gates) / tp + expanded
+    return {
+        "waiting_again": waiting,
+        "waiting_stored": waiting + inner * hidden / tp * twice,
+        "waiting_behind": (hidden + inner * gates) / tp,
+        "waiting_twice": hidden / tp * (twice and model.gated),
+        "waiting_first": gates / tp * is_eager,
+        "waiting_last": 14 * hidden / tp,
+    }
 
 
 def kv_shards(model: ModelShape, mesh: Mesh) -> int:
@@ -398,7 +366,7 @@ def kv_shards(model: ModelShape, mesh: Mesh) -> int:
     return mesh.tp if model.latent_rank else min(mesh.tp, model.kv_heads)
 
 
-def activation_bytes(model: ModelShape) -> float:
+def activation_bytes(model: ModelShape, precision: Precision = "bf16") -> float:
     """Return bytes of all activations of a token in one layer, not divided by tp.
 
     In bf16: both norms' inputs and outputs (8h), queries and attention's output, keys and values, the gate, the
@@ -407,30 +375,31 @@ def activation_bytes(model: ModelShape) -> float:
     Transformer Models", arXiv 2205.05198, §4. Latent attention stores latents and their expansions; experts store
     their input and output rows.
     """
-    heads = 2 * model.heads * (model.head_dim + model.value_head_dim) + 4 * model.heads
-    expanded = 2 * model.kv_heads * (model.head_dim + model.value_head_dim)
-    latents = (model.kv_bytes_per_token_layer + 2 * model.query_rank) if model.latent_rank else 0
-    routed = 4 * model.hidden * model.experts_per_token * (1 - model.num_dense_layers / model.layers)
-    return 8 * model.hidden + heads + expanded + latents + ffn_bytes(model) + routed
+    entry = ENTRY_BYTES[precision]
+    heads = entry * model.heads * (model.head_dim + model.value_head_dim) + 4 * model.heads
+    expanded = entry * model.kv_heads * (model.head_dim + model.value_head_dim)
+    latents = entry * (model.kv_bytes_per_token_layer / 2 + model.query_rank) if model.latent_rank else 0
+    routed = 2 * entry * model.hidden * model.experts_per_token * (1 - model.num_dense_layers / model.layers)
+    return 4 * entry * model.hidden + heads + expanded + latents + ffn_bytes(model, precision) + routed
 
 
-def ffn_bytes(model: ModelShape) -> float:
+def ffn_bytes(model: ModelShape, precision: Precision = "bf16") -> float:
     """Return bytes of one layer's inner activations of a token: three of width f with a gate, two without."""
-    return (6 if model.gated else 4) * model.active_ffn
+    return (3 if model.gated else 2) * ENTRY_BYTES[precision] * model.active_ffn
 
 
-def eager_bytes(model: ModelShape) -> float:
+def eager_bytes(model: ModelShape, precision: Precision = "bf16") -> float:
     """Return bytes of a token's activations in one layer of transformers, in addition to `activation_bytes`.
 
-    Each norm stores its input in float32, the normed and the scaled row (8h instead of 4h), and the inverse root; the
-    gate's SiLU is stored in addition to its input.
+    Each norm stores its input in float32, the normed and the scaled row (8h instead of 4h; in float32 12h instead of
+    8h), and the inverse root; the gate's SiLU is stored in addition to its input.
     """
-    return 8 * model.hidden + 8 + 2 * model.active_ffn * model.gated
+    return 8 * model.hidden + 8 + ENTRY_BYTES[precision] * model.active_ffn * model.gated
 
 
-def reused_bytes(model: ModelShape) -> float:
+def reused_bytes(model: ModelShape, precision: Precision = "bf16") -> float:
     """Return bytes of a token and layer that selective recomputation saves: norm outputs, the product."""
-    return 4 * model.hidden + 2 * model.active_ffn
+    return ENTRY_BYTES[precision] * (2 * model.hidden + model.active_ffn)
 
 
 # NCCL's communicators, which the margin beside `limit_bytes` holds.
@@ -485,7 +454,7 @@ def communicator_bytes(mesh: Mesh) -> FloatArray:
 LOGIT_ROWS: Final = 1024
 """Rows of a block of logits; the loss is computed block by block."""
 LOGIT_BYTES: Final = 6
-"""bf16 logits, and their softmax in float32."""
+"""bf16 logits, and their softmax in float32, which takes the place of float32 logits."""
 LAYERS_ON_DEVICE: Final = 2
 """With keys and values in host memory: the running layer, and the one that is being fetched."""
 BACKWARD_KEYS: Final = 8192
@@ -503,15 +472,15 @@ INDEX_BYTES: Final = 24.0
 # documents that are whole in one MicroPack of each pass, whose keys and values are in no cache. EARLY: tokens before
 # the slice that ranks gather a layer ahead, and this rank's part of them, which it sends.
 OWN, AHEAD, NEAR, GATHERED, SHARED, NEXT, BEFORE, WHOLE, EARLY = range(9)
-# Counts of a backward MicroPack, besides OWN, GATHERED, SHARED, NEXT, BEFORE, WHOLE, EARLY, and NEAR, which counts
-# tokens with gradients three times:
+# Counts of a backward MicroPack, besides OWN, NEAR, GATHERED, SHARED, NEXT, BEFORE, WHOLE and EARLY:
 # OPENED: earlier rows of documents that end in it, whose dK/dV is allocated. CLOSED: its other rows, whose dK/dV is
 # freed. KEYS: earlier tokens of one document, up to BACKWARD_KEYS. MOVED: the same, or the rows copied as memory is
 # freed, if these are more. HEAD: rows of its logits. ANY: 1 if it holds rows. RETURNED: rows of the forward slices
-# whose first row it holds, which are freed as a whole. KNOWN: as EARLY, of the tokens up to that slice's end. COPIED:
-# if it reads several pieces, its rows less those (may be < 0).
-OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED, KNOWN, COPIED = 1, 9, 10, 11, 12, 13, 14, 15, 16
-FORWARD_COUNTS, BACKWARD_COUNTS = 9, 17
+# whose first row it holds, which are freed as a whole. KNOWN: as EARLY, of the tokens up to that slice's end. LATER:
+# as NEAR, of documents that don't end in it, so that there are gradients of these tokens. COPIED: if it reads several
+# pieces, its rows less those (may be < 0).
+OPENED, CLOSED, KEYS, MOVED, HEAD, ANY, RETURNED, KNOWN, LATER, COPIED = 1, 9, 10, 11, 12, 13, 14, 15, 16, 17
+FORWARD_COUNTS, BACKWARD_COUNTS = 9, 18
 
 
 class Messages(NamedTuple):
@@ -563,6 +532,8 @@ class Chunks:
     """Bytes of keys and values per row and layer on the device."""
     far: FloatArray
     """Bytes of keys and values per row and layer in host memory."""
+    widening: float
+    """Bytes of a float32 gradient over those of what it is of."""
     in_norm: FloatArray
     """Bytes of a row in the head, as `head_bytes`; 0 without a head, or if it is counted elsewhere."""
     in_product: FloatArray
@@ -625,7 +596,7 @@ def _is_ahead(chunks: Chunks) -> npt.NDArray[np.bool_]:
 def backward_peaks(
     layer: LayerBytes, chunks: Chunks, taken: FloatArray, units: Units | None = None
 ) -> FloatArray:
-    """Return bytes per count at the peaks of a backward task, float64 `[chunks, peaks, 17]`; `taken` of messages."""
+    """Return bytes per count at the peaks of a backward task, float64 `[chunks, peaks, 18]`; `taken` of messages."""
     num_stored, last = chunks.layers - chunks.num_again, chunks.layers - 1
     # Affine in the finished layers, except where recomputation begins and while the first gradients are allocated.
     corners = [0 * last, np.maximum(num_stored - 1, 0), np.minimum(num_stored, last), last]
@@ -646,14 +617,17 @@ def backward_peaks(
     peaks += _in_head(layer, chunks, taken, units)
     if units is not None:
         embedding = taken.copy()
-        embedding[:, OWN] += 3 * layer.hidden  # the gradient of what came in, in float32 too
+        # The gradient of what came in, in float32 too.
+        embedding[:, OWN] += layer.hidden * (1 + chunks.widening * (chunks.widening > 1))
         _finish(embedding, layer, chunks, chunks.layers)
         _open(embedding, chunks, chunks.layers)
-        gradient = 2 * units.embedding
+        gradient = units.by_embedding
         embedding[:, ANY] = np.maximum(units.message + gradient, gradient * units.sums) - units.always
-        embedding *= (units.embedding > 0)[:, np.newaxis]
+        embedding *= (units.by_embedding > 0)[:, np.newaxis]
         peaks.append(embedding)
-    for peak in peaks:  # NEAR counts whole documents too
+    for peak in peaks:
+        peak[:, LATER] = chunks.widening * peak[:, NEAR]
+        # NEAR counts whole documents too.
         peak[:, WHOLE] = (peak[:, WHOLE] - peak[:, NEAR]) * layer.is_eager
     return _needed(peaks)
 
@@ -671,7 +645,7 @@ def _in_head(layer: LayerBytes, chunks: Chunks, taken: FloatArray, units: Units 
     if units is not None:
         # Parameters of both ends, which one module may hold; the head's gradients; parameters of the next layer, and
         # of one that was made again.
-        ends = 3 * units.head + units.embedding * (units.kept == 0)
+        ends = units.head + units.by_head + units.embedding * ~units.is_tied
         product[:, ANY] = ends + units.layer * (1 + is_made) - units.always
         has_head = units.head > 0
     norm = product.copy()
@@ -724,7 +698,13 @@ def _in_layer(
         scattered[:, EARLY] = layer.kv * (has_next & is_next_again)
         _open(scattered, chunks, done)
         scattered[:, OWN] -= layer.kv
-        scattered[:, GATHERED], scattered[:, SHARED] = 4 * layer.kv + INDEX_BYTES, 2 * layer.kv
+        sent = chunks.widening * layer.kv
+        if chunks.widening == 1:
+            # Before that, what attention gives is added to their gradients, which are no wider, while all are there.
+            summed = scattered.copy()
+            summed[:, GATHERED] = 2 * layer.kv + sent
+            peaks.append(summed)
+        scattered[:, GATHERED], scattered[:, SHARED] = 2 * sent + INDEX_BYTES, sent
         peaks.append(scattered)
     _open(attention, chunks, done + 1)
     attention[:, KEYS], attention[:, MOVED] = chunks.far, chunks.near
@@ -743,7 +723,7 @@ def _finish(peak: FloatArray, layer: LayerBytes, chunks: Chunks, done: FloatArra
     freed += layer.shared * ((done >= num_stored) & (num_stored > 0))
     peak[:, OWN] += chunks.splits * (layer.waiting_stored * stored + layer.waiting_again * again) - freed
     peak[:, RETURNED] -= (again - made) * layer.hidden
-    peak[:, CLOSED] -= 2 * chunks.near * done
+    peak[:, CLOSED] -= chunks.widening * chunks.near * done
     # Of whole documents, recomputed layers held no keys and values, and graphs did.
     peak[:, WHOLE] += again * chunks.near - stored * chunks.far
 
@@ -756,20 +736,23 @@ def _copied(layer: LayerBytes, chunks: Chunks, is_again: npt.NDArray[np.bool_]) 
 
 def _open(peak: FloatArray, chunks: Chunks, layers: FloatArray) -> None:
     """Set the bytes of dK/dV of some layers."""
-    peak[:, OPENED] = 2 * chunks.near * layers + 2 * chunks.far * np.minimum(layers, LAYERS_ON_DEVICE)
+    own = chunks.near * layers + chunks.far * np.minimum(layers, LAYERS_ON_DEVICE)
+    peak[:, OPENED] = chunks.widening * own
 
 
-def head_bytes(model: ModelShape) -> tuple[float, float]:
+def head_bytes(model: ModelShape, precision: Precision) -> tuple[float, float]:
     """Return bytes of a row in an eager head, besides a gradient of 2h, which is counted elsewhere.
 
     While the gradient of its matrix is computed, the final norm stores 8h, and the logits exist. Then there is the
-    gradient of the norm's output, 2h more; or, without logits, the norm's backward pass, 28h, if that takes more.
+    gradient of the norm's output, 2h more (4h in float32); or, without logits, the norm's backward pass, 28h, if that
+    takes more.
 
     Returns:
         The most after the matrix's gradient was computed, and the bytes while it is.
     """
-    logits = float(LOGIT_BYTES * model.vocab)
-    return max(10 * model.hidden + logits, 28.0 * model.hidden), 8 * model.hidden + logits
+    logits = float(LOGIT_BYTES * model.vocab) if precision == "bf16" else 4.0 * model.vocab
+    stored = 8 * model.hidden + logits
+    return max(stored + ENTRY_BYTES[precision] * model.hidden, 28.0 * model.hidden), stored
 
 
 def _needed(peaks: list[FloatArray]) -> FloatArray:

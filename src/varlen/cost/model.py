@@ -17,12 +17,9 @@ from varlen.cost import memory as memories
 from varlen.cost.hardware import Hardware, Link, RateCurve, RateTable
 from varlen.cost.memory import (
     LAYERS_ON_DEVICE,
-    Gathered,
     Kernels,
     Memory,
     Saved,
-    States,
-    chunk_parameters,
     communicator_bytes,
     kv_shards,
     layers_again,
@@ -40,9 +37,19 @@ from varlen.cost.shape import (
     stages_of,
     step_flops,
 )
+from varlen.cost.states import (
+    ALL,
+    ENTRY_BYTES,
+    Gathered,
+    Precision,
+    States,
+    Trained,
+    chunk_parameters,
+    trained_parameters,
+)
 from varlen.errors import SettingError
 from varlen.step_plan import KINDS, Mesh, Offload, Recompute, StepPlan
-from varlen.types import FloatArray
+from varlen.types import ADDED, FloatArray, stored_fields
 
 Mode = Literal["calibrated", "flops"]
 
@@ -76,9 +83,23 @@ class CostModel:
     """Whose layers run: Megatron's fused ones, or transformers' eager ones as `varlen.runtime` runs them, which store
     more activations; the vocabulary head then runs entirely in backward tasks."""
     states: States = "masters"
-    """What an optimizer (Adam) updates: "masters", float32 copies of half-precision weights as
-    `SliceEngine.master_parameters` has them (18 bytes a parameter; 6 + 12 / dp with sharding="optimizer"); "weights",
-    the half-precision weights themselves (12); "float32", weights in float32 (16)."""
+    """What an optimizer updates: "masters", float32 copies of half-precision weights as
+    `SliceEngine.master_parameters` has them (with Adam 18 bytes a parameter; 6 + 12 / dp with sharding="optimizer");
+    "weights", the half-precision weights themselves (12); "float32", weights in float32 (16)."""
+    adapter_share: float = dataclasses.field(default=0.0, metadata=ADDED)
+    """Parameters of adapters, such as LoRA's, over those of the layers; they alone are trained, and all other weights
+    are frozen. 0: there are no adapters, and all weights are trained."""
+    adapter_width: float = dataclasses.field(default=0.0, metadata=ADDED)
+    """Numbers that adapters store of each row in an average layer for their own gradients: the rows between LoRA's
+    two matrices; with DoRA also the two outputs of each layer that it scales."""
+    optimizer_bytes: float | None = dataclasses.field(default=None, metadata=ADDED)
+    """Bytes that the optimizer keeps of a trained parameter, without its master; None: Adam's two moments, 8, or
+    4 with states="weights"."""
+    end_optimizer_bytes: float | None = dataclasses.field(default=None, metadata=ADDED)
+    """The same of embedding, head and last norm; None: `optimizer_bytes`. Muon leaves both ends to AdamW."""
+    precision: Precision = dataclasses.field(default="bf16", metadata=ADDED)
+    """Type of computation. With "fp32", activations and gathered parameters take four bytes each, in memory and on
+    links. What is float32 in both, such as gradients of keys and values, takes the same."""
     gathered: Gathered = "unit"
     """How long parameters are whole that sharding="parameters" divides: while their layer runs, or all "step", as of
     `SliceEngine(gathered="step")`, which takes 6 bytes a parameter more and gathers and reduces only once."""
@@ -104,6 +125,7 @@ class CostModel:
             ("mode", Mode),
             ("kernels", Kernels),
             ("states", States),
+            ("precision", Precision),
             ("gathered", Gathered),
         ):
             if getattr(self, name) not in get_args(allowed):
@@ -120,6 +142,14 @@ class CostModel:
                 "most 1, and 1 unless recompute='full'"
             )
         object.__setattr__(self, "recompute_share", float(share))
+        for name in ("adapter_share", "adapter_width", "optimizer_bytes", "end_optimizer_bytes"):
+            value = getattr(self, name)
+            if value is None and name.endswith("_bytes"):
+                continue
+            is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < math.inf:
+                raise SettingError(f"{name}={value!r}; it must be a number from 0 on")
+            object.__setattr__(self, name, float(value))
         for name in ("tp_overlap", "exchange_overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SettingError(f"{name}={getattr(self, name)!r}; it must be from 0 to 1")
@@ -149,6 +179,17 @@ class CostModel:
         digest = hashlib.sha256()
         _digest(self, digest)
         return digest.hexdigest()[:16]
+
+    @property
+    def _trained(self) -> Trained:
+        return Trained(
+            adapter_share=self.adapter_share,
+            adapter_width=self.adapter_width,
+            optimizer_bytes=self.optimizer_bytes,
+            end_optimizer_bytes=self.optimizer_bytes
+            if self.end_optimizer_bytes is None
+            else self.end_optimizer_bytes,
+        )
 
     @property
     def limit_bytes(self) -> float:
@@ -184,6 +225,8 @@ class CostModel:
             self.limit_bytes,
             self.kernels,
             states=self.states,
+            trained=self._trained,
+            precision=self.precision,
             gathered=self.gathered,
             recompute_share=self.recompute_share,
             saved=self.saved,
@@ -207,7 +250,7 @@ class CostModel:
             mesh: the GPUs; each tensor-parallel GPU sends a part of each row.
         """
         check_mesh(self.model, mesh)
-        return boundary_s(self.model, self.hardware, mesh)
+        return boundary_s(self.model, self.hardware, mesh, self.precision)
 
     def gradient_sync_s(self, mesh: Mesh) -> FloatArray:
         """Return seconds of the gradients' synchronization at the step's end, float64 `[pp]`.
@@ -215,7 +258,15 @@ class CostModel:
         Args:
             mesh: the GPUs, dp x cp of which synchronize, and the sharding.
         """
-        return gradient_sync_s(self.model, self.hardware, mesh, self.stages(mesh), self.gathered)
+        return gradient_sync_s(
+            self.model,
+            self.hardware,
+            mesh,
+            self.stages(mesh),
+            self.gathered,
+            self._trained,
+            self.precision,
+        )
 
     def traffic_s(self, mesh: Mesh, *, splits_backward: bool = False) -> FloatArray:
         """Return seconds in which a task gathers parameters and reduces gradients, float64 `[3, num_chunks]`.
@@ -231,7 +282,16 @@ class CostModel:
             return np.zeros((KINDS, mesh.num_chunks))
         again = layers_again(stages.layers, self.recompute_share) * (self.recompute == "full")
         made = np.maximum(again - 1, 0) * (self.saved == "stage")
-        return traffic_s(self.model, self.hardware, mesh, stages, made, splits_backward=splits_backward)
+        return traffic_s(
+            self.model,
+            self.hardware,
+            mesh,
+            stages,
+            made,
+            trained=self._trained,
+            precision=self.precision,
+            splits_backward=splits_backward,
+        )
 
     def flops(self, lengths: npt.ArrayLike) -> Flops:
         """Return FLOPs of a step on whole documents: those that MFU counts, and those that are computed.
@@ -254,9 +314,10 @@ class CostModel:
         check_mesh(self.model, mesh)
         model, hardware = self.model, self.hardware
         pair_flops = 2.0 * model.heads * (model.head_dim + model.value_head_dim) / mesh.tp
-        kv = model.kv_bytes_per_token_layer / kv_shards(model, mesh)
-        queries = 2.0 * model.heads * model.head_dim / mesh.tp
-        outputs = 2.0 * model.heads * model.value_head_dim / mesh.tp
+        entry = ENTRY_BYTES[self.precision]
+        kv = entry / 2 * model.kv_bytes_per_token_layer / kv_shards(model, mesh)
+        queries = entry * model.heads * model.head_dim / mesh.tp
+        outputs = entry * model.heads * model.value_head_dim / mesh.tp
         again = self._forwards_again(mesh) if self.recompute == "full" else 0.0
         is_quick = best or self.mode == "flops"
         is_far = self.offload == "kv" and stages_of(model, mesh).layers.max() > LAYERS_ON_DEVICE
@@ -279,6 +340,8 @@ class CostModel:
             backward_ratio=BACKWARD_RATIO,
             linear_flops=2.0 * model.linear_parameters_per_layer / mesh.tp,
             head_flops=2.0 * model.head_parameters / mesh.tp,
+            weight_ratio=self._trained.of_layers,
+            head_weight_ratio=self._trained.of_ends,
             num_layers=float(model.layers),
             launch_s=0.0 if is_quick else hardware.launch_s,
             **self._slice_launches(0.0 if is_quick else hardware.launch_s),
@@ -292,7 +355,7 @@ class CostModel:
             exchange_overlap=self.exchange_overlap,
             host_s_per_token=kv * host_s,
             # Keys and values in, and their float32 gradients in and out on the other direction of the link.
-            host_back_s_per_token=3.0 * kv * host_s,
+            host_back_s_per_token=(1.0 + 4.0 / entry) * kv * host_s,
         )
 
     def _slice_launches(self, launch_s: float) -> dict[str, Any]:
@@ -314,7 +377,7 @@ class CostModel:
         # pass; their gradients are float32.
         return {
             "exchanges_back": 2.0 + again,
-            "key_value_back_bytes": (3.0 + again) * kv,
+            "key_value_back_bytes": (1.0 + 4.0 / ENTRY_BYTES[self.precision] + again) * kv,
             "query_bytes": math.inf,
             "query_gradient_bytes": math.inf,
         }
@@ -352,7 +415,8 @@ class CostModel:
         if self.mode == "flops" or self.recompute == "none":
             return 0.0
         share = 1.0 if self.recompute == "selective" else 1.0 - self._share_again(mesh)
-        return share * 3.0 * reused_bytes(self.model) / mesh.tp / self.hardware.memory_bytes_per_s
+        moved = 3.0 * reused_bytes(self.model, self.precision) / mesh.tp
+        return share * moved / self.hardware.memory_bytes_per_s
 
     def _collective_s(self, mesh: Mesh) -> float:
         """Return seconds per row, layer and pass of two all-gathers and two reduce-scatters of a row among tp GPUs.
@@ -360,7 +424,7 @@ class CostModel:
         Sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, §4.2.2); their latency is in `launch_s`.
         """
         link = self.hardware.intra if mesh.tp <= self.hardware.gpus_per_node else self.hardware.inter
-        moved = 4.0 * 2.0 * self.model.hidden * (mesh.tp - 1) / mesh.tp
+        moved = 4.0 * ENTRY_BYTES[self.precision] * self.model.hidden * (mesh.tp - 1) / mesh.tp
         return (1.0 - self.tp_overlap) * moved / link.bytes_per_s
 
 
@@ -415,7 +479,7 @@ def _on_grid(rows: FloatArray, keys: FloatArray, table: RateTable) -> FloatArray
 def _digest(value: Any, digest: Any) -> None:
     """Add a value to a hash, fields by name and arrays by their bytes."""
     if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
+        for field in stored_fields(value):
             if field.name == "held_out_errors":  # doesn't affect prices
                 continue
             digest.update(field.name.encode())
@@ -432,13 +496,15 @@ def _digest(value: Any, digest: Any) -> None:
 # Communication besides keys and values: stage boundaries, gradients, gathered parameters.
 
 
-def boundary_s(model: ModelShape, hardware: Hardware, mesh: Mesh) -> tuple[float, float]:
-    """Return latency and seconds per row of a stage boundary: 2·h / tp bytes per row, either way.
+def boundary_s(
+    model: ModelShape, hardware: Hardware, mesh: Mesh, precision: Precision = "bf16"
+) -> tuple[float, float]:
+    """Return latency and seconds per row of a stage boundary: h / tp numbers per row, either way.
 
     This is the slowest boundary: if the mesh is larger than a node, some neighbouring stages are on different nodes.
     """
     link = hardware.intra if mesh.num_gpus <= hardware.gpus_per_node else hardware.inter
-    return link.latency_s, 2 * model.hidden / mesh.tp / link.bytes_per_s
+    return link.latency_s, ENTRY_BYTES[precision] * model.hidden / mesh.tp / link.bytes_per_s
 
 
 def peers_link(hardware: Hardware, mesh: Mesh) -> Link:
@@ -458,21 +524,33 @@ def collective_s(link: Link, num_bytes: FloatArray, size: int) -> FloatArray:
 
 
 def gradient_sync_s(
-    model: ModelShape, hardware: Hardware, mesh: Mesh, stages: Stages, gathered: Gathered = "unit"
+    model: ModelShape,
+    hardware: Hardware,
+    mesh: Mesh,
+    stages: Stages,
+    gathered: Gathered = "unit",
+    trained: Trained = ALL,
+    precision: Precision = "bf16",
 ) -> FloatArray:
     """Return seconds of the gradient synchronization at a step's end, float64 `[pp]`.
 
-    Float32 gradients are all-reduced (sharding="none"), or reduced to shards, whose new bf16 parameters are gathered
+    Float32 gradients are all-reduced (sharding="none"), or reduced to shards, whose new parameters are gathered
     ("optimizer", and "parameters" if they are gathered once a step). Else gradients have been reduced by each
-    MicroPack.
+    MicroPack. Frozen parameters are gathered with sharding="parameters" alone.
     """
     peers = mesh.dp * mesh.cp
     if (mesh.sharding == "parameters" and gathered == "unit") or peers == 1:
         return np.zeros(mesh.pp)
-    own = chunk_parameters(model, stages).reshape(mesh.virtual_stages, mesh.pp).sum(axis=0) / mesh.tp
+    learning = trained_parameters(model, stages, trained)
+    whole = learning
+    if mesh.sharding == "parameters" and trained.adapter_share:
+        whole = learning + chunk_parameters(model, stages)
+    summed, back = (
+        each.reshape(mesh.virtual_stages, mesh.pp).sum(axis=0) / mesh.tp for each in (learning, whole)
+    )
     link = peers_link(hardware, mesh)
-    back = 4.0 if mesh.sharding == "none" else 2.0
-    return collective_s(link, 4.0 * own, peers) + collective_s(link, back * own, peers)
+    entry = 4.0 if mesh.sharding == "none" else ENTRY_BYTES[precision]
+    return collective_s(link, 4.0 * summed, peers) + collective_s(link, entry * back, peers)
 
 
 def traffic_s(
@@ -482,23 +560,28 @@ def traffic_s(
     stages: Stages,
     made: FloatArray,
     *,
+    trained: Trained,
+    precision: Precision,
     splits_backward: bool,
 ) -> FloatArray:
     """Return seconds in which a task of each kind gathers and reduces, float64 `[3, num_chunks]`.
 
-    Units are gathered in bf16 and reduced in float32. Forward tasks gather embedding and layers; backward tasks the
-    head, the layers, and again those whose inputs are `made` again, `[num_chunks]`.
+    Units are gathered in the type of computation, and reduced in float32 where they are trained. Forward tasks gather
+    embedding and layers; backward tasks the head, the layers, and again those whose inputs are `made` again,
+    `[num_chunks]`.
     """
-    link, peers = peers_link(hardware, mesh), mesh.dp * mesh.cp
+    link, peers, entry = peers_link(hardware, mesh), mesh.dp * mesh.cp, ENTRY_BYTES[precision]
     layer, end = model.parameters_per_layer / mesh.tp, model.head_parameters / mesh.tp
     head, embedding = (has.astype(np.float64) for has in (stages.has_head, stages.has_embedding))
 
-    def moved_s(layers: FloatArray, ends: FloatArray, bytes_of_one: float) -> FloatArray:
-        seconds = layers * collective_s(link, np.array(bytes_of_one * layer), peers)
-        found: FloatArray = seconds + ends * collective_s(link, np.array(bytes_of_one * end), peers)
+    def moved_s(layers: FloatArray, ends: FloatArray, bytes_of_layer: float, of_end: float) -> FloatArray:
+        seconds = layers * collective_s(link, np.array(bytes_of_layer * layer), peers)
+        found: FloatArray = seconds + ends * collective_s(link, np.array(of_end * end), peers)
         return found
 
-    reduced = moved_s(stages.layers, 0 * head, 4.0)
-    forward = moved_s(stages.layers, embedding, 2.0)
-    backward = moved_s(stages.layers + made, head, 2.0) + moved_s(0 * head, head + embedding, 4.0)
+    whole, none = entry * (1.0 + trained.adapter_share), 0 * head
+    reduced = moved_s(stages.layers, none, 4.0 * trained.of_layers, 4.0)
+    forward = moved_s(stages.layers, embedding, whole, entry)
+    backward = moved_s(stages.layers + made, head, whole, entry)
+    backward += moved_s(none, (head + embedding) * trained.of_ends, 4.0, 4.0)
     return np.stack([forward, backward + reduced * (not splits_backward), reduced * splits_backward])

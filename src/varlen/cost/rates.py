@@ -71,6 +71,10 @@ class Rates(NamedTuple):
     """Forward FLOPs per row of matrix products in an average layer."""
     head_flops: float
     """Forward FLOPs per row of the vocabulary head."""
+    weight_ratio: float
+    """FLOPs of weight gradients in an average layer over those of its matrix products; frozen weights have none."""
+    head_weight_ratio: float
+    """The same of the vocabulary head."""
     num_layers: float
     """Layers of the model."""
     launch_s: float

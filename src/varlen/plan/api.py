@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.arguments import in_words
-from varlen.cost.memory import layers_again
+from varlen.cost.memory import LATER, layers_again
 from varlen.cost.model import CostModel
 from varlen.cost.shape import check_positions
 from varlen.counts import as_size, many
@@ -473,9 +473,8 @@ def _explained(
             f"no plan of this method fits into the {limit} that a GPU may use ({tried}), though each document would "
             "alone; use another method, more pp or tp, or fewer documents per step",
         )
-    per_row = (
-        (memory.held_bytes + memory.gradient_bytes + 3 * memory.near_bytes).reshape(-1, mesh.pp).sum(axis=0)
-    )
+    near = memory.near_bytes + memory.backward_peaks[:, :, LATER].max(axis=1)
+    per_row = (memory.held_bytes + memory.gradient_bytes + near).reshape(-1, mesh.pp).sum(axis=0)
     tight, ranks = int((room / per_row).argmin()), most_ranks * mesh.cp
     wider = _wider(longest, mesh, holds)
     too_long = many(int((lengths > fits).sum()), "document is too long", "documents are too long")

@@ -33,7 +33,7 @@ from varlen.files.ours import atomic_file, disk_faults
 from varlen.regular import read_regular
 from varlen.simulate.api import check_form
 from varlen.step_plan import Mesh, MicroPacks, Offload, PlanMethod, Recompute, StepPlan
-from varlen.types import Int32Array, IntArray
+from varlen.types import Int32Array, IntArray, stored_fields
 
 VERSION: Final = 1
 _MAGIC: Final = b"\x89varlen plan\n"
@@ -347,7 +347,7 @@ def _encoded(value: Any) -> Any:
     kind = type(value)
     named = f"{kind.__module__}:{kind.__qualname__}"
     if dataclasses.is_dataclass(value) and named.startswith(_OURS):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
+        names = [field.name for field in stored_fields(value) if field.init]
         return {"made": named, "fields": {name: _encoded(getattr(value, name)) for name in names}}
     if isinstance(value, tuple) and hasattr(value, "_fields") and named.startswith(_OURS):
         return {"made": named, "fields": {name: _encoded(getattr(value, name)) for name in value._fields}}

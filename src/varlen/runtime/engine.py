@@ -19,7 +19,8 @@ from varlen.arguments import as_count, in_words
 from varlen.attention.choice import KernelChoice
 from varlen.attention.kernels import Kernels
 from varlen.batch.packed import LossWeighting, PackedBatch
-from varlen.cost.memory import Gathered, Saved
+from varlen.cost.memory import Saved
+from varlen.cost.states import Gathered
 from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan

@@ -89,8 +89,13 @@ def add_product(parameter: torch.Tensor, by_outputs: torch.Tensor, rows: torch.T
 
 
 def add_from_autograd(parameters: Iterable[Any]) -> list[Any]:
-    """Let autograd's gradients of narrow parameters be added to `main_grad` as they are made; returns the hooks."""
-    return [p.register_post_accumulate_grad_hook(_add) for p in parameters if is_narrow(p)]
+    """Let autograd's gradients of narrow parameters be added to `main_grad` as they are made; returns the hooks.
+
+    Frozen parameters have no gradients, and get no hook.
+    """
+    return [
+        p.register_post_accumulate_grad_hook(_add) for p in parameters if p.requires_grad and is_narrow(p)
+    ]
 
 
 def _add(parameter: Any) -> None:

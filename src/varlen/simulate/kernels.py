@@ -30,6 +30,7 @@ from varlen.cost.memory import (
     HEAD,
     KEYS,
     KNOWN,
+    LATER,
     LOGIT_ROWS,
     MOVED,
     NEAR,
@@ -293,7 +294,7 @@ def backward_counts(
     cuts: Int64,
     whole: NDArray[np.bool_],
 ) -> Float64:
-    """Return the counts of backward MicroPacks in `order`, float64 `[17, MicroPacks]`.
+    """Return the counts of backward MicroPacks in `order`, float64 `[18, MicroPacks]`.
 
     `cuts` are the sorted ends of forward slices, `document id << 32 | stop`; empty if both passes are cut alike.
     `whole` is what `are_whole` returns.
@@ -307,6 +308,7 @@ def backward_counts(
             start, stop, gpus = starts[one], stops[one], num_ranks[one] * cp
             share = float(gpus)
             counts[OWN, pack] += (stop - start) / share
+            counts[NEAR, pack] += stop / share
             document = document_ids[one]
             if whole[one]:
                 counts[WHOLE, pack] += stop / share
@@ -317,10 +319,9 @@ def backward_counts(
             ) / share
             if is_end[one]:
                 counts[OPENED, pack] += start / share
-                counts[NEAR, pack] += stop / share
             else:
                 counts[CLOSED, pack] += (stop - start) / share
-                counts[NEAR, pack] += 3.0 * stop / share
+                counts[LATER, pack] += stop / share
             moved = start / share / (2.0 if is_end[one] else 1.0)
             if gpus > 1:
                 if stop > counts[GATHERED, pack]:

@@ -112,7 +112,7 @@ def forward_counts(forward: Slices, backward: Slices, rank_offsets: Int32Array, 
 def backward_counts(
     forward: Slices, backward: Slices, order: IntArray, rank_offsets: Int32Array, cp: int
 ) -> FloatArray:
-    """Return the counts of backward MicroPacks in the `order` in which they run, float64 `[17, MicroPacks]`.
+    """Return the counts of backward MicroPacks in the `order` in which they run, float64 `[18, MicroPacks]`.
 
     Both passes are cut alike if the slices of both are the same object.
     """
@@ -133,7 +133,7 @@ def counts_of_both(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the counts of both passes by rank; within a pass, ranks have equally many MicroPacks.
 
-    They are float64 `[ranks, 9, forward MicroPacks]` and `[ranks, 17, backward MicroPacks]`, in `order`.
+    They are float64 `[ranks, 9, forward MicroPacks]` and `[ranks, 18, backward MicroPacks]`, in `order`.
     `rank_offsets` are those of both passes.
     """
     if forward[1] is backward[1]:

@@ -28,15 +28,12 @@ from varlen.step_plan import Mesh, Offload, Recompute
 from varlen.train.affordable import affordable
 from varlen.train.evaluate import Evaluator
 from varlen.train.loaders import open_loader, steps_of
-from varlen.train.lora import add_adapter, check_adapter
-from varlen.train.model import bare_model, model_config
+from varlen.train.lora import check_adapter
+from varlen.train.model import model_config
 from varlen.train.parallel import Ranks, device_of
 from varlen.train.plans import (
-    WIDE,
-    bytes_in_float32,
     cost_of,
     even_slices,
-    has_masters,
     mesh_of,
     method_of,
     search_of,
@@ -46,11 +43,10 @@ from varlen.train.plans import (
 )
 from varlen.train.samples import Sampler
 from varlen.train.settings import TrainSettings
+from varlen.train.states import RunStates, meta_model, states_of
 from varlen.train.tokens import run_tokenizer, templates_of
 from varlen.train.trackers import check_trackers
 
-_STATES = {"adamw": 12.0, "adamw_8bit": 6.0, "muon": 8.0, "adafactor": 4.0}
-"""Bytes of the gradient and the optimizer's state of a parameter that is trained."""
 _PLANNED_STEPS, _WIDTH, _INDENT = 4, 80, 13
 
 
@@ -190,9 +186,7 @@ def forecast(
     device = _Device(device_of(settings.run), memory_bytes)
     tokenizer = run_tokenizer(settings.data, settings.model)
     config = model_config(settings.model, tokenizer.vocab_size)
-    model = bare_model(config)
-    if settings.adapter is not None:
-        add_adapter(model, settings.adapter)
+    states = states_of(settings, meta_model(settings, config))
     check_adapter(settings, config)
     of_threads = replace(settings.data, worker="thread")  # type: ignore[call-arg] # an option of the loader
     read = replace(settings, data=of_threads)
@@ -200,7 +194,7 @@ def forecast(
     ranks = Ranks(world_size=processes // mesh.dp * shares)
     with open_loader(read, config, tokenizer, ranks) as loader:
         steps = steps_of(loader, settings)
-        plan, needs = _planned(settings, config, mesh, loader, device, note)
+        plan, needs = _planned(settings, config, states, mesh, loader, device, note)
         first = [next(loader, None) for _ in range(loader.micro_batches)]
         batches = [batch for batch in first if batch is not None]
         if not batches:
@@ -210,12 +204,8 @@ def forecast(
         _check_sets(read, config, tokenizer, ranks)
     if settings.sample is not None:
         Sampler(settings, tokenizer, templates_of(settings.data, tokenizer))
-    counted = (
-        sum(p.numel() for p in model.parameters()),
-        sum(p.numel() for p in model.parameters() if p.requires_grad),
-    )
     if needs is None:
-        needs = _needs(settings, config, counted, loads, mesh, device)
+        needs = _needs(settings, config, states, loads, mesh, device)
     lengths = np.concatenate([np.asarray(batch.document_lengths) for batch in batches])
     slots = sum(len(batch.pack_ids) for batch in batches) * settings.data.capacity
     found = Forecast(
@@ -225,8 +215,8 @@ def forecast(
         tokens=int(lengths.sum()) * shares,
         targets=batches[0].step_num_targets,
         fill=float(lengths.sum() / slots),
-        parameters=counted[0],
-        trained=counted[1],
+        parameters=states.parameters,
+        trained=states.trained,
         sets=0 if settings.eval is None else len(settings.eval.sets),
         plan=plan,
         **asdict(needs),
@@ -255,6 +245,7 @@ class _Device(NamedTuple):
 def _planned(
     settings: TrainSettings,
     config: Any,
+    states: RunStates,
     mesh: Mesh,
     loader: PackedLoader,
     device: _Device,
@@ -268,7 +259,7 @@ def _planned(
         return PlanForecast(words=even_slices(plan).words, steps=0), None
     shape = shape_of(config, mesh, note)
     cost = cost_of(
-        settings, shape, mesh, device.device, note, keeps_rates=False, memory_bytes=device.given_bytes
+        settings, shape, states, device.device, note, keeps_rates=False, memory_bytes=device.given_bytes
     )
     ways: dict[str, Any] = {"cost": cost, "mesh": mesh, "recompute": plan.recompute, "offload": plan.offload}
     ways |= {"method": method_of(plan), "search": search_of(plan)}
@@ -280,11 +271,6 @@ def _planned(
     seconds = sum(each.makespan_s for each in timelines)
     alone = _longest_alone(loader, max(int(each.max()) for each in lengths), ways)
     most = max(timelines if alone is None else [*timelines, alone], key=lambda each: each.peak_bytes)
-    is_wide = settings.run.precision == "fp32"
-    needed, limit = (
-        bytes_in_float32(each, cost, mesh) if is_wide else each
-        for each in (most.peak_bytes, cost.limit_bytes)
-    )
     state_bytes = float(cost.memory(mesh).state_bytes.max())
     name = cost.hardware.name or "a file"
     found = PlanForecast(
@@ -296,12 +282,12 @@ def _planned(
     )
     return found, Needs(
         state_bytes=state_bytes,
-        activation_bytes=max(needed - state_bytes, 0.0),
+        activation_bytes=max(most.peak_bytes - state_bytes, 0.0),
         decided_by=f"the longest document, of {int(most.plan.lengths.max()):,} tokens"
         if most is alone
         else "these steps",
-        memory_bytes=limit / cost.memory_fraction,
-        limit_bytes=limit,
+        memory_bytes=cost.hardware.memory_bytes,
+        limit_bytes=cost.limit_bytes,
         device=name,
     )
 
@@ -386,7 +372,7 @@ def _loads(
 def _needs(
     settings: TrainSettings,
     config: Any,
-    counted: tuple[int, int],
+    states: RunStates,
     loads: list[tuple[int, str]],
     mesh: Mesh,
     device: _Device,
@@ -396,12 +382,11 @@ def _needs(
     Args:
         settings: of the run.
         config: of the model.
-        counted: parameters, and those of them that are trained.
+        states: of the parameters.
         loads: of `_loads`.
         mesh: of the processes.
         device: of the run.
     """
-    parameters, trained = counted
     plan = settings.plan
     memory_bytes, name = device.memory()
     share = MEMORY_FRACTION if plan is None else plan.memory_fraction
@@ -413,10 +398,6 @@ def _needs(
         limit_bytes=share * memory_bytes,
         device=name,
     )
-    shards = mesh.dp if mesh.sharding == "parameters" else 1
-    # Slices in half precision have float32 masters beside the weights.
-    weight = 6.0 if plan is not None and has_masters(settings.run) else 4.0
-    state_bytes = (weight * parameters + _STATES[settings.optimizer.name] * trained) / shards
     try:
         shape = ModelShape.from_config(config)
     except VarlenError:
@@ -426,7 +407,13 @@ def _needs(
     slice_tokens = max(tokens for tokens, _ in loads)
     if plan is not None:
         slice_tokens, recompute, offload = ways_of(plan)
-    cost = CostModel(model=shape, hardware=Hardware.named("h200"), kernels="eager", states="float32")
+    cost = CostModel(
+        model=shape,
+        hardware=Hardware.named("h200"),
+        kernels="eager",
+        precision=settings.run.precision,
+        **states.priced(shape),
+    )
     beside = {}
     for tokens, words in loads:
         lengths = np.array([tokens], np.int32)
@@ -436,8 +423,8 @@ def _needs(
     more = max(beside[decided_by] - float(cost.memory(Mesh()).state_bytes.max()), 0.0)
     return replace(
         found,
-        state_bytes=state_bytes,
-        activation_bytes=more * (WIDE if settings.run.precision == "fp32" else 1),
+        state_bytes=states.bytes_on(mesh),
+        activation_bytes=more,
         decided_by=decided_by,
     )
 

@@ -110,6 +110,20 @@ def backward_share(model: Any) -> float:
     return 1.0 - lowest / int(model.config.get_text_config().num_hidden_layers)
 
 
+def stored_width(model: Any) -> int:
+    """Return the numbers that an adapter stores of each row for its own gradients, in all layers together.
+
+    LoRA stores what its first matrix gives; DoRA also what the layer and the second matrix give.
+    """
+    width = 0
+    for module in model.modules():
+        if first := getattr(module, "lora_A", None):
+            is_scaled = bool(getattr(module, "lora_magnitude_vector", None))
+            rank, outputs = first[_NAME].weight.shape[0], module.lora_B[_NAME].weight.shape[0]
+            width += rank + 2 * outputs * is_scaled
+    return width
+
+
 def is_of_adapter(name: str) -> bool:
     """Return whether a parameter is one of an adapter's."""
     return f".{_NAME}." in f"{name}." and ".lora_" in name

@@ -217,6 +217,26 @@ def _initial_state(part: torch.optim.Optimizer, parameter: torch.nn.Parameter) -
     }
 
 
+def state_bytes(
+    parameters: Mapping[str, torch.nn.Parameter],
+    settings: OptimizerSettings,
+    embeddings: Collection[str] = (),
+) -> dict[str, int]:
+    """Return the bytes that the optimizer of a run keeps of each parameter that is trained, without its step.
+
+    Args:
+        parameters: by the model's names, in float32, on "meta".
+        settings: of the run.
+        embeddings: as `make_optimizer` takes them.
+    """
+    optimizer = make_optimizer(parameters, settings, torch.device("meta"), embeddings)
+    return {
+        name: sum(each.nbytes for _, each in named_tensors(optimizer.state_of(parameter)))
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    }
+
+
 def learning_rate(step: int, steps: int | None, settings: OptimizerSettings) -> float:
     """Return the learning rate of a step.
 

@@ -39,6 +39,7 @@ from varlen.train.affordable import affordable
 from varlen.train.model import as_saved, bare_model
 from varlen.train.parallel import Ranks, sharded
 from varlen.train.settings import PlanSettings, RunSettings, TrainSettings
+from varlen.train.states import RunStates, has_masters, meta_model, states_of
 from varlen.train.step import DocumentLosses, Gradients, Part
 from varlen.types import Int32Array
 
@@ -124,14 +125,19 @@ def mesh_of(plan: PlanSettings, run: RunSettings, world_size: int) -> Mesh:
             "of equal seconds"
         )
     dp = world_size // each
-    sharding: Sharding = (
-        "parameters" if run.parallel == "fsdp" else "optimizer" if has_masters(run) else "none"
-    )
-    if dp * plan.cp == 1:
-        sharding = "none"
+    sharding: Sharding = "none"
+    if _is_sharded(run, dp * plan.cp):
+        sharding = "parameters"
+    elif dp * plan.cp > 1 and has_masters(run):
+        sharding = "optimizer"
     return Mesh(
         dp=dp, pp=plan.pp, cp=plan.cp, tp=plan.tp, virtual_stages=plan.virtual_stages, sharding=sharding
     )
+
+
+def _is_sharded(run: RunSettings, replicas: int) -> bool:
+    """Return whether FSDP2 holds a stage's parameters: in half precision of one replica too, which it casts."""
+    return run.parallel == "fsdp" and (replicas > 1 or run.precision == "bf16")
 
 
 def _of_other_processes(plan: PlanSettings, world_size: int, each: int) -> str:
@@ -147,13 +153,6 @@ def _of_other_processes(plan: PlanSettings, world_size: int, each: int) -> str:
         f"{'is' if world_size == 1 else 'are'} {many(world_size, 'process', 'processes')}; start {near}, or set a "
         f"{named} divides {world_size:,}"
     )
-
-
-def has_masters(run: RunSettings) -> bool:
-    """Return whether weights are in half precision, and the optimizer updates float32 masters of them."""
-    return (
-        run.precision == "bf16" and run.parallel != "fsdp"
-    )  # FSDP2 holds float32 and computes in half precision
 
 
 def plans_of(
@@ -175,7 +174,8 @@ def plans_of(
     words = words_of(plan, mesh)
     if not ranks.is_first:
         return RunPlans(PlansOfAnotherRank(plan.ahead), words, of_evaluation=PlansOfAnotherRank(0))
-    cost = cost_of(settings, shape, mesh, ranks.device, note)
+    states = states_of(settings, meta_model(settings, config))
+    cost = cost_of(settings, shape, states, ranks.device, note)
     search, method = search_of(plan), method_of(plan)
     # The quick plan needs no close search, unless it must equal the plan of the same method.
     quick = search if plan.quick == method else replace(search, closely=False)
@@ -256,7 +256,7 @@ def ways_of(plan: PlanSettings) -> tuple[int, Recompute, Offload]:
 def cost_of(
     settings: TrainSettings,
     shape: ModelShape,
-    mesh: Mesh,
+    states: RunStates,
     device: torch.device,
     note: Callable[[str], object],
     *,
@@ -268,33 +268,33 @@ def cost_of(
     Args:
         settings: of the run.
         shape: of the model.
-        mesh: of the processes.
+        states: of its parameters.
         device: that is measured, where no hardware is named.
         note: shows a sentence.
         keeps_rates: whether measured rates are kept.
         memory_bytes: of a device; None for that of the hardware.
     """
-    plan, is_wide = settings.plan, settings.run.precision == "fp32"
+    plan, precision = settings.plan, settings.run.precision
     assert plan is not None, "such a run is planned"
     hardware = hardware_of(
         plan,
         shape,
         device=device,
-        dtype=torch.float32 if is_wide else torch.bfloat16,
+        dtype=torch.float32 if precision == "fp32" else torch.bfloat16,
         folder=settings.run.folder,
         note=note,
         is_kept=keeps_rates,
     )
     if memory_bytes is not None:
         hardware = replace(hardware, memory_bytes=memory_bytes)
-    cost = CostModel(
+    return CostModel(
         model=shape,
         hardware=hardware,
         kernels="eager",
         memory_fraction=plan.memory_fraction,
-        states="float32" if is_wide else "masters",
+        precision=precision,
+        **states.priced(shape),
     )
-    return with_wide_rows(cost, mesh) if is_wide else cost
 
 
 class SliceGradients(Gradients[PackedBatch]):
@@ -374,7 +374,7 @@ def _engine_of(model: Any, settings: TrainSettings, ranks: Ranks) -> SliceEngine
     plan, run = settings.plan, settings.run
     assert plan is not None, "such a run is planned"
     mesh = mesh_of(plan, run, ranks.world_size)
-    is_sharded = run.parallel == "fsdp" and (mesh.dp * mesh.cp > 1 or run.precision == "bf16")
+    is_sharded = _is_sharded(run, mesh.dp * mesh.cp)
     if mesh.num_gpus == 1 and not is_sharded:
         return SliceEngine(model.to(ranks.device))
     cut_to_stage(model, mesh, coordinate_of(mesh, ranks.rank).stage)
@@ -408,8 +408,6 @@ def _check_saved(model: Any) -> None:
 
 MEASURED: Final = "hardware.json"
 """File in a run's folder with the rates that were measured for its plans."""
-WIDE: Final = 2.0
-"""Bytes of a row in float32 over those that a cost model counts, which are of half precision."""
 
 
 def hardware_of(
@@ -449,28 +447,6 @@ def _reported(hardware: Hardware, note: Callable[[str], object]) -> Hardware:
     if hardware.held_out:
         note(hardware.held_out)
     return hardware
-
-
-def with_wide_rows(cost: CostModel, mesh: Mesh) -> CostModel:
-    """Return a cost model for rows in float32, where it counts half precision.
-
-    Memory beside the states is divided by `WIDE`, on the stage with the smallest states, and rows take that many
-    times longer on every link.
-    """
-    state = float(cost.memory(mesh).state_bytes.min())
-    room = cost.limit_bytes - state
-    if room <= 0:
-        return cost
-    links = {name: getattr(cost.hardware, name) for name in ("intra", "inter", "host")}
-    slower = {name: replace(link, bytes_per_s=link.bytes_per_s / WIDE) for name, link in links.items()}
-    smaller = (state + room / WIDE) / cost.memory_fraction
-    return cost.replace(hardware=replace(cost.hardware, memory_bytes=smaller, **slower))
-
-
-def bytes_in_float32(found: float, cost: CostModel, mesh: Mesh) -> float:
-    """Return the bytes that `with_wide_rows` lets rows in float32 take where its cost model counts `found`."""
-    state = float(cost.memory(mesh).state_bytes.min())
-    return state + max(found - state, 0.0) * WIDE
 
 
 def _named(name: str) -> Hardware:

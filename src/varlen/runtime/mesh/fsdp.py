@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from varlen.cost.memory import Gathered
+from varlen.cost.states import Gathered
 from varlen.errors import ModelError, SettingError
 from varlen.runtime.chunk import Event, Units
 from varlen.runtime.decoder import EMBEDDING, DecoderParts

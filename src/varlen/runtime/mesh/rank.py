@@ -17,7 +17,8 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.device_mesh import DeviceMesh
 
 from varlen.attention.kernels import Kernels
-from varlen.cost.memory import Gathered, Saved
+from varlen.cost.memory import Saved
+from varlen.cost.states import Gathered
 from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_tasks
 from varlen.plan.serialize import plan_fingerprint
