@@ -159,7 +159,8 @@ def test_a_sweep_prints_meshes_and_the_command_for_the_best(plan):
 
     assert (code, said) == (0, "")
     assert "is the fastest:" in out
-    assert "To look at the fastest: --gpus 2 " in out
+    assert "To look at the fastest: this command with " in out
+    assert "-o report.html in place of --sweep." in " ".join(out.split())
     rates = [row["tokens_per_s"] for row in found["best"]]
     assert rates == sorted(rates, reverse=True)
     assert all(row["dp"] * row["pp"] * row["cp"] * row["tp"] == 2 for row in found["best"])

@@ -126,6 +126,18 @@ def test_the_table_of_a_sweep_keeps_to_the_width(of_two_capacities, width):
         )
 
 
+def test_meshes_that_are_as_fast_as_a_sweep_tells_are_said_to_be(of_two_capacities):
+    found = of_two_capacities
+    rates = [one.tokens_per_s / found.best[0].tokens_per_s for one in found.best]
+    ties = sum(rate >= 0.95 for rate in rates)
+    alone = replace(found, best=found.best[:1])
+
+    text = " ".join(printed(sweep_table(found), 120).split())
+    assert ties > 1
+    assert f"The first {ties} are within 5.0% of each other" in text
+    assert "are within" not in printed(sweep_table(alone), 120)
+
+
 def test_a_sweep_of_no_gpu_is_refused():
     with pytest.raises(SettingError, match="--gpus must be at least 1; got 0"):
         swept(num_gpus=0)

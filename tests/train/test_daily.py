@@ -1,7 +1,8 @@
 """Daily training: several processes, saves in the background, texts, mixtures, and what a run would do."""
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -273,6 +274,19 @@ def test_a_mixture_is_trained_by_its_weights(store, tmp_path):
 
     assert len(notes.steps) == 6
     assert read_config_of(asked, tmp_path) == asked
+
+
+def test_printed_settings_are_all_there_with_a_value_or_by_name(store, tmp_path):
+    asked = settings(store, tmp_path / "run")
+    tables = re.split(r"^\[(\w+)\]$", as_toml(asked), flags=re.MULTILINE)
+    for name, text in zip(tables[1::2], tables[2::2], strict=True):
+        known = {one.name for one in fields(getattr(asked, name))}
+        given = set(re.findall(r"^(\w+) = ", text, re.MULTILINE))
+        comment = " ".join(line for line in text.splitlines() if line.startswith("#"))
+        unset = set(re.findall(r"\w+", comment.removeprefix("# at their defaults:")))
+        maps = {one for one in known if isinstance(getattr(getattr(asked, name), one), dict)}
+        assert given | unset | maps >= known, name
+        assert not known & given & unset
 
 
 def read_config_of(asked, folder):

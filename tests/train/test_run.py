@@ -487,3 +487,9 @@ def test_a_family_without_an_argument_that_keeps_documents_apart_is_no_causal_tr
 
     with pytest.raises(ModelError, match="keep documents apart"):
         build_model(model_config(made, 260), made, 0)
+
+
+def test_a_run_holds_no_more_batches_than_the_ring_has_slots(store, tmp_path, caplog):
+    train(settings(store, tmp_path / "run", data__worker="process", data__micro_batch_size=1), Notes())
+
+    assert "batches are copied" not in " ".join(caplog.messages)

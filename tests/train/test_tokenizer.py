@@ -292,6 +292,9 @@ def test_a_model_of_a_tokenizer_without_a_template_can_be_chatted_with(tmp_path,
     assert caplog.text.count("has no chat template") == (way != "store")
     assert "data.chat_template" in caplog.text or way == "store"
     assert "stop_strings" not in caplog.text
+    if way != "store":  # the exported tokenizer has that template, although it equals ours
+        notes = [open_source(source, str(one)).template_note() for one in (folder, out)]
+        assert [note is None for note in notes] == [False, True]
 
 
 def test_a_turn_that_no_single_token_ends_is_told_with_what_follows(tmp_path, caplog):

@@ -133,7 +133,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _varlen(
-    version: bool = typer.Option(
+    version: bool = typer.Option(  # noqa: ARG001 - its callback reads it
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and stop."
     ),
 ) -> None:

@@ -362,7 +362,10 @@ Tokens = Annotated[
     ),
 ]
 Sweep = Annotated[
-    bool, planning_option("--sweep", help="Search dp x pp x cp x tp on these GPUs; prints the ten fastest.")
+    bool,
+    planning_option(
+        "--sweep", help="Search dp x pp x cp x tp on these GPUs; prints the fastest, ten at most."
+    ),
 ]
 Calibrate = Annotated[
     bool,

@@ -333,4 +333,6 @@ def _next_command(found: PlanSweep) -> str:
     options = [
         f"--{axis.replace('_', '-')} {getattr(mesh, axis)}" for axis in axes if getattr(mesh, axis) > 1
     ]
-    return f"To look at the fastest: --gpus {found.num_gpus} {' '.join(options)} -o report.html, without --sweep."
+    if len({swept.documents.capacity for swept in found.best}) > 1:
+        options.append(f"--capacity {found.best[0].documents.capacity}")
+    return f"To look at the fastest: this command with {' '.join([*options, '-o report.html'])} in place of --sweep."

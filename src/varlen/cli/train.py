@@ -18,6 +18,7 @@ from varlen.cli.options import print_json
 from varlen.cli.progress import FittedLine, Part, clock, require_training
 from varlen.counts import as_size, many
 from varlen.errors import SettingError
+from varlen.signals import Stopped
 from varlen.train.callbacks import Callback, RunOverview, Totals, TrainSummary
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from varlen.train.metrics import StepMetrics
     from varlen.train.settings import TrainSettings
 
+_NOTHING = "nothing was written"
 _NO_BREAK = "\u00a0"
 _ENDS = {"data": "the data ended", "patience": "the loss of evaluations fell no more, and training ended"}
 
@@ -122,12 +124,13 @@ def train(
     if dry_run:
         from varlen.train.dry_run import forecast
 
-        found = forecast(
-            settings,
-            processes,
-            lambda sentence: print(sentence, file=sys.stderr),
-            memory_bytes=None if memory is None else 1e9 * memory,
-        )
+        with _writing_nothing():
+            found = forecast(
+                settings,
+                processes,
+                lambda sentence: print(sentence, file=sys.stderr),
+                memory_bytes=None if memory is None else 1e9 * memory,
+            )
         print_json(found.to_json()) if as_json else print(found.words())
         return
     from varlen.train.trainer import train as run
@@ -140,6 +143,17 @@ def train(
         print_json(summary.to_json())
     else:
         _print_summary(summary, settings)
+
+
+@contextmanager
+def _writing_nothing() -> Iterator[None]:
+    """Let an interrupt say that nothing was written."""
+    try:
+        yield
+    except Stopped as error:
+        raise Stopped(error.number, _NOTHING) from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_NOTHING) from None
 
 
 def check_asked(config: Path | None, init: Path | None, changes: list[str]) -> None:

@@ -115,7 +115,9 @@ class Source:
     def template_note(self) -> str | None:
         """Return a note where chats are written as ChatML, as neither tokenizer nor caller gives a chat template."""
         tokenizer = self.encoding.tokenizer
-        if self.encoding.template.source is not CHATML or isinstance(tokenizer, ByteTokenizer):
+        # Another text may equal it: an export has the template that its data was written with.
+        is_usual = self.templates.get("default") is CHATML
+        if not is_usual or isinstance(tokenizer, ByteTokenizer):
             return None
         if not self.holds_chats():
             return None

@@ -33,6 +33,8 @@ from varlen.step_plan import Mesh, Sharding
 OnProgress = Callable[[int, int, str], None]
 MORE_CHUNKS = (2, 3)
 """Chunks of layers per stage, besides one, to try on the fastest meshes (interleaved stages)."""
+TIE = 0.05
+"""Meshes whose rates differ by less are as good, as far as a sweep tells."""
 WIDEST_CP = 16
 """Wider context parallelism gains almost nothing over DP-Merge, and exchanges more."""
 STATES, NO_PLAN, BOUND, SLOWER, SAME, INDIVISIBLE = (
@@ -315,6 +317,14 @@ def sweep_table(result: PlanSweep) -> RenderableType:
     count = many(result.num_meshes, "mesh", "meshes")
     parts += ["", Text(f"Of {count}, not among these:" if result.best else f"Of {count}:", style="dim")]
     parts += [Text(f"  {count:,}: {why}", style="dim") for why, count in result.left_out]
+    if (ties := _ties(result)) > 1:
+        parts.append(
+            Text(
+                f"The first {ties} are within {share(TIE)} of each other, less than what one step and a simulation "
+                "tell apart: compare them over several steps (--steps, without --sweep).",
+                style="yellow",
+            )
+        )
     notes = (result.sample, result.empty, BYTES if result.are_bytes else "", result.stretched)
     parts += [Text(note, style="yellow") for note in notes if note]
     return Group(*parts)
@@ -332,6 +342,11 @@ def sweep_headline(result: PlanSweep) -> str:
         f"{mesh_words(first.mesh)} is the fastest: {rate:,.0f} tokens per second and GPU, {share(first.mfu)} MFU, "
         f"{significant(hours)} GPU-hours per 10⁹ tokens{money}."
     )
+
+
+def _ties(result: PlanSweep) -> int:
+    """Return how many of the best are as fast as the first, to within `TIE`."""
+    return sum(swept.tokens_per_s >= (1 - TIE) * result.best[0].tokens_per_s for swept in result.best)
 
 
 def _meshes(result: PlanSweep) -> Table:

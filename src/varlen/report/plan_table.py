@@ -251,16 +251,28 @@ def _training(comparison: PlanComparison, best: MethodFigures) -> list[tuple[str
     if comparison.tokens is None:
         return []
     hours = comparison.training_hours(best)
-    days = hours / comparison.mesh.num_gpus / 24
+    takes = _lasting(hours / comparison.mesh.num_gpus)
     price = comparison.price
     money = "" if price is None else f", {significant(price * hours)} at {price:g} a GPU-hour"
     at = "at the mean of these steps" if comparison.over_steps() else "if every step is like this one"
     return [
         (
             f"{comparison.tokens / 1e9:,.4g}·10⁹ tokens",
-            f"{significant(hours)} GPU-hours, {significant(days)} days{money}, {at}",
+            f"{significant(hours)} GPU-hours, {takes}{money}, {at}",
         )
     ]
+
+
+def _lasting(hours: float) -> str:
+    """Write how long a training takes.
+
+    >>> _lasting(0.2), _lasting(5.25), _lasting(100)
+    ('12 minutes', '5.25 hours', '4.17 days')
+    """
+    for unit, least, in_hours in (("days", 48, 24.0), ("hours", 1, 1.0)):
+        if hours >= least:
+            return f"{significant(hours / in_hours)} {unit}"
+    return f"{significant(60 * hours)} minutes"
 
 
 def costs(comparison: PlanComparison) -> list[tuple[str, str]]:
@@ -270,7 +282,9 @@ def costs(comparison: PlanComparison) -> list[tuple[str, str]]:
         return []
     kept = comparison.memory_bytes - comparison.limit_bytes
     shared = many(best.plan.num_merged, "document is", "documents are")
-    again = f"{recomputation(best)}: {share(best.recomputed_ratio)} of all FLOPs are computed a second time"
+    again = recomputation(best)
+    if best.recomputed_ratio > 0:
+        again += f": {share(best.recomputed_ratio)} of all FLOPs are computed a second time"
     return [
         *_hours(comparison, best),
         *_training(comparison, best),

@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -173,20 +174,23 @@ def _put(table: dict[str, Any], change: str) -> None:
 
 
 def as_toml(settings: TrainSettings) -> str:
-    """Return settings as a configuration file; settings whose default depends on others are left out."""
+    """Return settings as a configuration file; of those without a value a comment has the names."""
     parts = []
     for table in fields(settings):
         held = getattr(settings, table.name)
         if held is not None:
             values = {one.name: getattr(held, one.name) for one in fields(held)}
-            parts += _table_text(table.name, {key: each for key, each in values.items() if each is not None})
+            parts += _table_text(table.name, values)
     return "\n".join(parts)
 
 
 def _table_text(name: str, values: Mapping[str, Any]) -> list[str]:
     """Return the lines of a table, then those of the tables within it."""
     plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
-    lines = [f"[{name}]", *(f"{_key(key)} = {_toml_value(value)}" for key, value in plain.items()), ""]
+    unset = [key for key, value in plain.items() if value is None or value == ()]
+    given = [f"{_key(key)} = {_toml_value(value)}" for key, value in plain.items() if key not in unset]
+    words = textwrap.wrap(f"# at their defaults: {', '.join(unset)}", 118, subsequent_indent="#   ")
+    lines = [f"[{name}]", *given, *(words if unset else ()), ""]
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             lines += _table_text(f"{name}.{_key(key)}", value)

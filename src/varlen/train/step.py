@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -236,7 +237,7 @@ class PackGradients(Gradients[PackedBatch]):
             packs=len(batch.pack_ids),
             step_targets=batch.step_num_targets,
             weight=weight,
-            lengths=(batch.document_lengths,),
+            lengths=(deepcopy(batch.document_lengths),),  # not of the batch, whose memory is the loader's
         )
 
     def evaluate(self, batch: PackedBatch) -> DocumentLosses:

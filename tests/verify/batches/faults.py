@@ -138,6 +138,12 @@ FAULTS: list[tuple[dict[str, Any], str, str, tuple[int | None, int | None]]] = [
         (0, 3),
     ),
     (
+        {"labels": row(6, 7, -100, 9, 10, 11, -100, 13, -100)},
+        "error shifted_labels",
+        "6 labels are the next token's already, and",
+        (0, 0),
+    ),
+    (
         {"labels": None, "shift_labels": row(6, 7, 8, 9, 10, 11, -100, 13, -100)},
         "error crossing_targets",
         "the last shifted label of 1 document",

@@ -159,7 +159,7 @@ class ProcessWorker:
         if not self._copies:
             _log.warning(
                 "the trainer holds %s batches, all but one of the ring's %s slots; while it does, batches "
-                "are copied: pass a larger ring_slots",
+                "are copied: pass a larger ring_slots (in varlen train: data.ring_slots)",
                 f"{len(shared.lent):,}",
                 f"{shared.ring.slots:,}",
             )

@@ -53,7 +53,8 @@ def check_batch(
             positions and family decide how it interprets a batch. Without a model, a batch with all of
             FlashAttention's arguments is checked for FlashAttention and any other for sdpa; errors that only
             another attention would have are warnings. A module of your own with exactly one transformers model
-            inside is checked as if that one were called with the batch.
+            inside is checked as if that one were called with the batch, whatever that module does. The report says
+            so (`within`); `varlen.verify.models.isolation.check_isolation` runs the module's code.
         lengths: the tokens of each document, in order: a list for a batch of one row, or a list for each row; what
             a row holds beyond them is padding. They are the truth that all boundaries of the batch must agree with.
             Without them, a row whose positions count on counts as one document.
@@ -96,11 +97,14 @@ def check_batch(
         width=given.width,
         documents=segments.documents,
         model=facts.name if facts else None,
+        within=facts.within if facts else None,
         attention=facts.attention if facts else None,
         is_assumed=segments.starts_by.keys() <= {"position_ids"} and not segments.is_packed,
     )
 
 
+_FEWEST_LABELS = 4
+"""Of fewer, it can't be told whether they are shifted."""
 _BY_BOUNDARIES: Set[Kind] = {"positions_run_on", "positions_continue", "boundaries_disagree"}
 
 
@@ -343,12 +347,42 @@ def target_findings(given: GivenBatch, segments: Segments, facts: ModelFacts | N
         labels = given.by_token(name)
         if labels is None:
             continue
-        if are_next:
+        shifted = list(_shifted(given, segments, labels, facts)) if are_next and name == "labels" else []
+        yield from shifted
+        if are_next and not shifted:
             yield from _crossing(given, segments, name, labels)
         yield from _on_padding(given, segments, name, labels)
         yield from _outside_vocabulary(name, labels, facts)
         if name == "shift_labels" or given.by_token("shift_labels") is None:
             yield from _absent(segments, name, labels, first_counts=name == "shift_labels" or not are_next)
+
+
+def _shifted(
+    given: GivenBatch, segments: Segments, labels: IntArray, facts: ModelFacts | None
+) -> Iterator[Finding]:
+    """Yield the error that labels are next tokens already, which the model would shift once more."""
+    if given.by_token("shift_labels") is not None or given.packed is not None:
+        return
+    targets, ids = (labels != IGNORE_INDEX) & ~segments.padding, given.input_ids
+    is_next = np.zeros_like(targets)
+    is_next[:, :-1] = targets[:, :-1] & (labels[:, :-1] == ids[:, 1:])
+    count = int(targets.sum())
+    if (
+        count < _FEWEST_LABELS
+        or is_next.sum() < 0.9 * count
+        or (targets & (labels == ids)).sum() > 0.5 * count
+    ):
+        return
+    name = facts.name if facts else "the model"
+    yield finding(
+        "shifted_labels",
+        "error",
+        f"{many(count, 'label is', 'labels are')} the next token's already, and {name} shifts labels: it would "
+        "learn the token after the next",
+        "give each token its own id as label, and -100 to the first token of every document",
+        targets,
+        "the label at",
+    )
 
 
 def _crossing(given: GivenBatch, segments: Segments, name: str, labels: IntArray) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ Kind = Literal[
     "max_length",
     "boundaries_disagree",
     "crossing_targets",
+    "shifted_labels",
     "padding_targets",
     "no_targets",
     "documents_without_targets",
@@ -81,6 +82,8 @@ class BatchReport:
     """Name of the model's class; None without a model."""
     attention: str | None = None
     """The model's attention function."""
+    within: str | None = None
+    """Name of the class of a module of one's own that holds the model, and whose code isn't looked at."""
     is_assumed: bool = False
     """Whether each row was taken as one document, and others would be missed: the batch has no boundaries, or only
     positions that count on."""
@@ -112,7 +115,8 @@ class BatchReport:
         counted = (
             f"{many(errors, 'error')}, {many(len(self) - errors, 'warning')}" if len(self) else "nothing"
         )
-        with_model = f"; {self.model}, attention {self.attention}" if self.model else ""
+        inside = f" (without the code of {self.within}, which check_isolation runs)" if self.within else ""
+        with_model = f"; {self.model}{inside}, attention {self.attention}" if self.model else ""
         assumed = " (each row taken for one; pass lengths= if rows hold several)" if self.is_assumed else ""
         head = (
             f"{counted} found in {many(self.rows, 'row')} of {many(self.width, 'token')}, "
@@ -132,6 +136,8 @@ class ModelFacts:
     """The properties of a model that decide how it interprets a batch's arguments."""
 
     name: str
+    within: str | None
+    """Name of the class of one's own that holds the model, if another one does."""
     attention: str
     detector: Detector
     uses_cache: bool

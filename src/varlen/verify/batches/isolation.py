@@ -439,13 +439,14 @@ def facts_of(model: Any, *, is_packed: bool = False) -> ModelFacts:
     Whether a family's masks depend on positions is read from its installed source code rather than from a list of
     names, which would become outdated.
     """
-    model = model_inside(model)
+    given, model = model, model_inside(model)
     config, decoder, name = text_config(model), text_decoder(model), implementation(model)
     limit = getattr(config, "max_position_embeddings", None)
     kind: Any = type(decoder)
     code = _code(kind)
     return ModelFacts(
         name=type(unwrap(model)).__name__,
+        within=None if given is model else type(given).__name__,
         attention=name,
         detector=_detector(model, name),
         uses_cache=bool(getattr(config, "use_cache", False)),

@@ -208,7 +208,8 @@ def _check_code(path: Path) -> None:
             "with trust_remote_code=True and pass it to vl.verify(model)"
         )
     raise ModelError(
-        f"{file} names model type {family!r}, which the installed transformers doesn't have; update transformers"
+        f"{file} names model type {family!r}, which the installed transformers doesn't have; "
+        "update transformers, or load a model of your own code yourself and pass it to vl.verify(model)"
     )
 
 
