@@ -147,7 +147,7 @@ def test_a_dry_run_ends_in_one_sentence_where_a_run_would_fail(run_train, store,
     code, out, said = run_train("a.toml", "--dry-run", "--memory", "0.001")
     assert (code, out) == (2, "")
     assert re.fullmatch(
-        r"varlen: a process would need about .* of 1.0 MB \(as given\), and .* would need less\n", said
+        r"varlen: a process would need about .* of 1.0 MB \(as given\), and .* would need less; .*\n", said
     )
     for asked in (["--memory", "24"], ["--dry-run", "--memory", "0"]):
         assert "is of --dry-run, and above 0 GB" in run_train("a.toml", *asked)[2]

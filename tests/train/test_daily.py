@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from varlen.cost.hardware import Hardware, save_hardware
 from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
+from varlen.counts import as_size
 from varlen.documents.source import open_source
 from varlen.errors import PlanError, SettingError
 from varlen.feed.loader import PackedLoader
@@ -334,10 +335,19 @@ def test_a_dry_run_says_what_the_run_does(store, base, tmp_path):
 
 
 def test_too_little_memory_is_a_sentence_with_the_way_out(store, tmp_path):
-    words = r"a batch of 256 tokens; a run may use 0.9 MB of 1.0 MB \(as given\), .*activations = true, .* need less"
-    with pytest.raises(SettingError, match=words):
+    words = r"a batch of 256 tokens; a run may use 0.9 MB of 1.0 MB \(as given\), .*activations = true .* need less"
+    with pytest.raises(SettingError, match=words) as caught:
         forecast(settings(store, tmp_path / "run"), memory_bytes=1e6)
     assert not (tmp_path / "run").exists()
+    ways = {
+        "run.checkpoint_activations = true": {"run__checkpoint_activations": True},
+        'run.precision = "bf16"': {"run__precision": "bf16"},
+        'optimizer.name = "adafactor"': {"optimizer__name": "adafactor"},
+    }
+    for way, changes in ways.items():
+        asked = settings(store, tmp_path / "run", **changes)
+        assert f"{way} ({as_size(forecast(asked, memory_bytes=1e9).needed_bytes)})" in str(caught.value)
+    assert str(caught.value).endswith("MB, still too much")
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -472,7 +482,7 @@ def test_slices_that_need_more_than_their_share_of_memory_are_refused(tmp_path):
     asked = sliced([20] * 40 + [121], tmp_path, plan__memory_fraction=0.01)
     words = (
         r"the longest document, of 121 tokens \(document 40 of .*\); a run may use 0.0 MB of 1.0 MB "
-        r"\(as given\), and \[adapter\], .* would need less"
+        r"\(as given\), and plan.offload = \"kv\" \(.* MB\), or \[adapter\], .* would need less"
     )
     with pytest.raises(SettingError, match=words):
         forecast(asked, memory_bytes=1e6)

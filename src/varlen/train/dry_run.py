@@ -42,7 +42,7 @@ from varlen.train.plans import (
     words_of,
 )
 from varlen.train.samples import Sampler
-from varlen.train.settings import TrainSettings
+from varlen.train.settings import AdapterSettings, TrainSettings
 from varlen.train.states import RunStates, meta_model, states_of
 from varlen.train.tokens import run_tokenizer, templates_of
 from varlen.train.trackers import check_trackers
@@ -221,7 +221,12 @@ def forecast(
         plan=plan,
         **asdict(needs),
     )
-    _check_fits(found, settings, config)
+
+    def count(other: TrainSettings) -> Needs:
+        mesh = _mesh(other, processes)
+        return _needs(other, config, states_of(other, meta_model(other, config)), loads, mesh, device)
+
+    _check_fits(found, settings, config, count)
     return found
 
 
@@ -429,37 +434,84 @@ def _needs(
     )
 
 
-def _check_fits(found: Forecast, settings: TrainSettings, config: Any) -> None:
+class _Way(NamedTuple):
+    """A change of settings that needs less memory."""
+
+    words: str
+    changed: Mapping[str, Mapping[str, Any]] | None = None
+    """By table, the settings that it changes; None where its need isn't counted."""
+
+
+def _check_fits(
+    found: Forecast, settings: TrainSettings, config: Any, count: Callable[[TrainSettings], Needs]
+) -> None:
+    """Refuse a run that takes more memory than there is; `count` says what other settings would need."""
     needed = found.needed_bytes
     is_planned = found.plan is not None and found.plan.steps  # by plans that fit
     if needed is None or is_planned or needed <= found.limit_bytes:
         return
-    out = _ways_out(found, settings, ModelShape.from_config(config))
-    way_out = f"{', or '.join(out)} would need less" if out else "a device with more memory would do"
+    every = _ways_out(found, settings, ModelShape.from_config(config))
+    sized = [(way, _needed(way, settings, count)) for way in every]
+    less = [(way, size) for way, size in sized if size is None or size < needed]
+    told = [f"{way.words} ({as_size(size)})" if size else way.words for way, size in less]
+    way_out = f"{', or '.join(told)} would need less" if told else "a device with more memory would do"
+    counted = [way for way, size in less if size]
+    if len(counted) > 1 and (least := _needed(_together(counted), settings, count)) is not None:
+        way_out += f"; those with a size together, {as_size(least)}"
+        way_out += ", still too much" * (least > found.limit_bytes)
     raise SettingError(f"a process would need about {Needs.words(found)}, and {way_out}")
 
 
-def _ways_out(found: Forecast, settings: TrainSettings, shape: ModelShape) -> list[str]:
-    """Return the settings that would need less memory."""
-    run, plan, out = settings.run, settings.plan, []
+def _needed(way: _Way, settings: TrainSettings, count: Callable[[TrainSettings], Needs]) -> float | None:
+    """Return the memory that settings need with a change; None where it isn't counted, or they exclude each other."""
+    if way.changed is None:
+        return None
+    try:
+        tables = {
+            name: replace(getattr(settings, name) or AdapterSettings(), **values)
+            for name, values in way.changed.items()
+        }
+        return count(replace(settings, **tables)).needed_bytes
+    except VarlenError:
+        return None
+
+
+def _together(ways: list[_Way]) -> _Way:
+    """Return all changes as one."""
+    tables: dict[str, dict[str, Any]] = {}
+    for name, values in (each for way in ways for each in (way.changed or {}).items()):
+        tables.setdefault(name, {}).update(values)
+    return _Way("", tables)
+
+
+def _ways_out(found: Forecast, settings: TrainSettings, shape: ModelShape) -> list[_Way]:
+    """Return changes that may need less memory."""
+    run, plan, out = settings.run, settings.plan, list[_Way]()
+
+    def add(table: str, name: str, value: Any) -> None:
+        shown = str(value).lower() if isinstance(value, bool) else f'"{value}"'
+        out.append(_Way(f"{table}.{name} = {shown}", {table: {name: value}}))
+
     is_beside = (found.activation_bytes or 0) > (found.state_bytes or 0)
     if plan is None and not run.checkpoint_activations:
-        out.append("run.checkpoint_activations = true")
-    if is_beside and run.precision == "fp32":
-        out.append('run.precision = "bf16"')
+        add("run", "checkpoint_activations", True)
+    if run.precision == "fp32" and (is_beside or plan is not None):
+        add("run", "precision", "bf16")
     if plan is None:
-        out += ["a smaller data.micro_batch_size or data.capacity"] * is_beside
-        out.append("[plan], which runs slices")
-    elif is_beside:
+        out += [_Way("a smaller data.micro_batch_size or data.capacity")] * is_beside
+        out.append(_Way("[plan], which runs slices"))
+    else:
         slice_tokens, recompute, offload = ways_of(plan)
         if recompute != "full":
-            out.append('plan.recompute = "full"')
-        if slice_tokens > plan.least_rows:
-            out.append("a smaller plan.slice_tokens")
+            add("plan", "recompute", "full")
+        if slice_tokens > plan.least_rows and is_beside:
+            out.append(_Way("a smaller plan.slice_tokens"))
         if offload == "none" and shape.layers > LAYERS_ON_DEVICE:
-            out.append('plan.offload = "kv"')
+            add("plan", "offload", "kv")
     if settings.adapter is None:
-        out.append("[adapter], which trains few parameters")
+        out.append(_Way("[adapter], which trains few parameters", {"adapter": {}}))
+        if settings.optimizer.name == "adamw":
+            add("optimizer", "name", "adafactor")
     if found.processes > 1 and run.parallel != "fsdp":
-        out.append('run.parallel = "fsdp"')
+        add("run", "parallel", "fsdp")
     return out
