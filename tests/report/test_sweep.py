@@ -11,7 +11,7 @@ from varlen.cost.model import CostModel
 from varlen.cost.shape import ModelShape
 from varlen.errors import SettingError
 from varlen.plan.bound import lower_bound
-from varlen.report.page import duration
+from varlen.report.page import duration, share
 from varlen.report.plan import compare, step_documents
 from varlen.report.plan_sweep import BOUND, NO_PLAN, SAME, STATES, meshes, sweep, sweep_table
 
@@ -134,7 +134,8 @@ def test_meshes_that_are_as_fast_as_a_sweep_tells_are_said_to_be(of_two_capaciti
 
     text = " ".join(printed(sweep_table(found), 120).split())
     assert ties > 1
-    assert f"The first {ties} are within 5.0% of each other" in text
+    assert f"The first {ties} are within {share(0.05)} of each other" in text
+    assert found.to_json()["ties"] == ties
     assert "are within" not in printed(sweep_table(alone), 120)
 
 

@@ -118,6 +118,8 @@ class PlanSweep:
             "meshes": self.num_meshes,
             "price_per_gpu_hour": self.price,
             "best": [_row(swept, self.price) for swept in self.best],
+            "tie_share": TIE,
+            "ties": _ties(self),
             "left_out": dict(self.left_out),
         }
 

@@ -267,7 +267,7 @@ def _lasting(hours: float) -> str:
     """Write how long a training takes.
 
     >>> _lasting(0.2), _lasting(5.25), _lasting(100)
-    ('12 minutes', '5.25 hours', '4.17 days')
+    ('12.0 minutes', '5.25 hours', '4.17 days')
     """
     for unit, least, in_hours in (("days", 48, 24.0), ("hours", 1, 1.0)):
         if hours >= least:
