@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -143,10 +142,9 @@ def _log_lines(console: Console) -> OnProgress:
 
 
 def wide_console() -> Console:
-    """Return a console on standard output; in a file or pipe without `COLUMNS`, wide enough for tables."""
+    """Return a console on standard output; in a file or pipe, wide enough for tables."""
     console = Console(highlight=False)
-    has_width = console.is_terminal or os.environ.get("COLUMNS")
-    return console if has_width else Console(highlight=False, width=120)
+    return console if console.is_terminal else Console(highlight=False, width=120)
 
 
 def require_training(verb: str, does: str = "trains a model") -> None:

@@ -467,7 +467,7 @@ def _needed(way: _Way, settings: TrainSettings, count: Callable[[TrainSettings],
     if way.changed is None:
         return None
     try:
-        tables = {
+        tables: dict[str, Any] = {
             name: replace(getattr(settings, name) or AdapterSettings(), **values)
             for name, values in way.changed.items()
         }
