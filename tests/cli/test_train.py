@@ -26,7 +26,10 @@ from tests.support.training import (
     write_toml,
 )
 
+from varlen.cli import app
 from varlen.cli.train import Lines, Live, live_parts, run_display, step_parts
+from varlen.signals import Stopped
+from varlen.train import dry_run
 from varlen.train.callbacks import RunOverview
 from varlen.train.metrics import StepMetrics
 
@@ -152,6 +155,27 @@ def test_a_dry_run_ends_in_one_sentence_where_a_run_would_fail(run_train, store,
     for asked in (["--memory", "24"], ["--dry-run", "--memory", "0"]):
         assert "is of --dry-run, and above 0 GB" in run_train("a.toml", *asked)[2]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "words"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (Stopped(signal.SIGTERM), 143, "stopped by SIGTERM")],
+)
+def test_an_interrupted_dry_run_says_that_nothing_was_written(
+    run_train, store, tmp_path, monkeypatch, error, exit_code, words
+):
+    def interrupted(*_, **__):
+        raise error
+
+    monkeypatch.setattr(dry_run, "open_loader", interrupted)
+    monkeypatch.setattr(app, "end_soon", lambda _: None)  # it would end this process
+    monkeypatch.setattr(app, "ignore", lambda: None)
+    write_toml(tmp_path / "a.toml", table(store, tmp_path / "run"))
+
+    code, out, said = run_train("a.toml", "--dry-run")
+
+    assert (code, out) == (exit_code, "")
+    assert said.splitlines()[-1] == f"varlen: {words}; nothing was written"
 
 
 def test_a_dry_run_prints_what_would_be_done(run_train, store, tmp_path):

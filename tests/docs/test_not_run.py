@@ -94,14 +94,14 @@ NOT_RUN = {
     ],
     "docs/training-plans.md": [("torchrun --standalone", "tests/distributed/test_runs.py")],
     "docs/tutorials/chats.md": [
-        ("varlen inspect", "tests/docs/test_tutorial.py"),
-        ("varlen inspect", "tests/docs/test_tutorial.py"),
-        ("cp train.jsonl broken.jsonl", "tests/docs/test_tutorial.py"),
-        ("varlen index", "tests/docs/test_tutorial.py"),
-        ("varlen train chats.toml --dry-run", "tests/docs/test_tutorial.py"),
-        ("varlen train chats.toml", "tests/docs/test_tutorial.py"),
-        ("varlen train chats.toml --set", "tests/docs/test_tutorial.py"),
-        ("from transformers import", "tests/docs/test_tutorial.py"),
+        ("varlen inspect", "make soak; tests/docs/test_tutorial.py"),
+        ("varlen inspect", "make soak; tests/docs/test_tutorial.py"),
+        ("cp train.jsonl broken.jsonl", "make soak; tests/docs/test_tutorial.py"),
+        ("varlen index", "make soak; tests/docs/test_tutorial.py"),
+        ("varlen train chats.toml --dry-run", "make soak; tests/docs/test_tutorial.py"),
+        ("varlen train chats.toml", "make soak; tests/docs/test_tutorial.py"),
+        ("varlen train chats.toml --set", "make soak; tests/docs/test_tutorial.py"),
+        ("from transformers import", "make soak; tests/docs/test_tutorial.py"),
     ],
 }
 """By page: the beginning of each block in order, and what runs it, or what it needs."""

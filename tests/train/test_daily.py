@@ -36,7 +36,8 @@ from varlen.simulate.api import simulate
 from varlen.step_plan import Mesh
 from varlen.text.tokenizer import ByteTokenizer
 from varlen.train.configuration import as_settings, as_toml, read_config
-from varlen.train.dry_run import forecast
+from varlen.train.dry_run import _check_fits, forecast
+from varlen.train.model import model_config
 from varlen.train.samples import Sampler
 from varlen.train.settings import TrainSettings
 from varlen.train.tokens import run_tokenizer
@@ -290,6 +291,14 @@ def test_printed_settings_are_all_there_with_a_value_or_by_name(store, tmp_path)
         assert not known & given & unset
 
 
+def test_settings_that_were_emptied_are_printed(store, tmp_path):
+    asked = settings(store, tmp_path / "run", eval__sets={"same": str(store)}, eval__lengths=[])
+
+    assert asked.eval.lengths == ()
+    assert "\nlengths = []\n" in as_toml(asked)
+    assert read_config_of(asked, tmp_path) == asked
+
+
 def read_config_of(asked, folder):
     (folder / "printed.toml").write_text(as_toml(asked))
     return read_config(folder / "printed.toml")
@@ -348,6 +357,22 @@ def test_too_little_memory_is_a_sentence_with_the_way_out(store, tmp_path):
         asked = settings(store, tmp_path / "run", **changes)
         assert f"{way} ({as_size(forecast(asked, memory_bytes=1e9).needed_bytes)})" in str(caught.value)
     assert str(caught.value).endswith("MB, still too much")
+
+
+def test_settings_that_are_refused_are_no_way_out(store, tmp_path):
+    asked = settings(store, tmp_path / "run")
+    limits = {"memory_bytes": 1e6, "limit_bytes": 9e5, "device": "as given", "decided_by": "a batch"}
+    found = replace(forecast(asked), **limits, state_bytes=1e6, activation_bytes=1e6)
+
+    def count(other):
+        if other.adapter is not None or other.run.checkpoint_activations:
+            raise SettingError("refused")
+        return found if other.run.precision == "fp32" else replace(found, activation_bytes=5e5)
+
+    with pytest.raises(SettingError) as caught:
+        _check_fits(found, asked, model_config(asked.model, 260), count)
+    assert 'run.precision = "bf16" (1.5 MB)' in str(caught.value)
+    assert not any(word in str(caught.value) for word in ("[adapter]", "checkpoint_activations", "adafactor"))
 
 
 @pytest.mark.parametrize("processes", [1, 3])

@@ -34,7 +34,8 @@ OnProgress = Callable[[int, int, str], None]
 MORE_CHUNKS = (2, 3)
 """Chunks of layers per stage, besides one, to try on the fastest meshes (interleaved stages)."""
 TIE = 0.05
-"""Meshes whose rates differ by less are as good, as far as a sweep tells."""
+"""Meshes whose rates differ by less count as equally fast: simulated steps may be off by as much
+(docs/planning-results.md, prediction errors)."""
 WIDEST_CP = 16
 """Wider context parallelism gains almost nothing over DP-Merge, and exchanges more."""
 STATES, NO_PLAN, BOUND, SLOWER, SAME, INDIVISIBLE = (

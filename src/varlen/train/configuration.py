@@ -7,7 +7,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -174,23 +174,27 @@ def _put(table: dict[str, Any], change: str) -> None:
 
 
 def as_toml(settings: TrainSettings) -> str:
-    """Return settings as a configuration file; of those without a value a comment has the names."""
+    """Return settings as a configuration file; a comment lists those whose default is empty or depends on others."""
     parts = []
     for table in fields(settings):
         held = getattr(settings, table.name)
         if held is not None:
             values = {one.name: getattr(held, one.name) for one in fields(held)}
-            parts += _table_text(table.name, values)
+            empty = [
+                one.name
+                for one in fields(held)
+                if values[one.name] is None or values[one.name] == () == one.default
+            ]
+            parts += _table_text(table.name, values, empty)
     return "\n".join(parts)
 
 
-def _table_text(name: str, values: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a table, then those of the tables within it."""
+def _table_text(name: str, values: Mapping[str, Any], empty: Collection[str] = ()) -> list[str]:
+    """Return the lines of a table, those that are `empty` as a comment, then those of the tables within it."""
     plain = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
-    unset = [key for key, value in plain.items() if value is None or value == ()]
-    given = [f"{_key(key)} = {_toml_value(value)}" for key, value in plain.items() if key not in unset]
-    words = textwrap.wrap(f"# at their defaults: {', '.join(unset)}", 118, subsequent_indent="#   ")
-    lines = [f"[{name}]", *given, *(words if unset else ()), ""]
+    given = [f"{_key(key)} = {_toml_value(value)}" for key, value in plain.items() if key not in empty]
+    words = textwrap.wrap(f"# at their defaults: {', '.join(empty)}", 118, subsequent_indent="#   ")
+    lines = [f"[{name}]", *given, *(words if empty else ()), ""]
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             lines += _table_text(f"{name}.{_key(key)}", value)

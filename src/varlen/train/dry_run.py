@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import textwrap
 from collections.abc import Callable, Mapping
@@ -453,17 +454,18 @@ def _check_fits(
     every = _ways_out(found, settings, ModelShape.from_config(config))
     sized = [(way, _needed(way, settings, count)) for way in every]
     less = [(way, size) for way, size in sized if size is None or size < needed]
-    told = [f"{way.words} ({as_size(size)})" if size else way.words for way, size in less]
-    way_out = f"{', or '.join(told)} would need less" if told else "a device with more memory would do"
+    listed = [f"{way.words} ({as_size(size)})" if size else way.words for way, size in less]
+    way_out = f"{', or '.join(listed)} would need less" if listed else "a device with more memory would do"
     counted = [way for way, size in less if size]
-    if len(counted) > 1 and (least := _needed(_together(counted), settings, count)) is not None:
+    least = _needed(_together(counted), settings, count) if len(counted) > 1 else None
+    if least is not None and math.isfinite(least):
         way_out += f"; those with a size together, {as_size(least)}"
         way_out += ", still too much" * (least > found.limit_bytes)
     raise SettingError(f"a process would need about {Needs.words(found)}, and {way_out}")
 
 
 def _needed(way: _Way, settings: TrainSettings, count: Callable[[TrainSettings], Needs]) -> float | None:
-    """Return the memory that settings need with a change; None where it isn't counted, or they exclude each other."""
+    """Return the memory that settings need with a change; None if it isn't counted, infinity if it is refused."""
     if way.changed is None:
         return None
     try:
@@ -472,8 +474,8 @@ def _needed(way: _Way, settings: TrainSettings, count: Callable[[TrainSettings],
             for name, values in way.changed.items()
         }
         return count(replace(settings, **tables)).needed_bytes
-    except VarlenError:
-        return None
+    except VarlenError:  # settings that exclude each other
+        return math.inf
 
 
 def _together(ways: list[_Way]) -> _Way:
@@ -495,7 +497,7 @@ def _ways_out(found: Forecast, settings: TrainSettings, shape: ModelShape) -> li
     is_beside = (found.activation_bytes or 0) > (found.state_bytes or 0)
     if plan is None and not run.checkpoint_activations:
         add("run", "checkpoint_activations", True)
-    if run.precision == "fp32" and (is_beside or plan is not None):
+    if run.precision == "fp32":
         add("run", "precision", "bf16")
     if plan is None:
         out += [_Way("a smaller data.micro_batch_size or data.capacity")] * is_beside

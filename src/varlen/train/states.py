@@ -72,21 +72,21 @@ class RunStates:
         return sum(each, (self.parameters - self.trained) * frozen)
 
     def priced(self, shape: ModelShape) -> dict[str, Any]:
-        """Return what a cost model of a shape is told of them."""
-        told: dict[str, Any] = {"states": self.states}
+        """Return the options of `CostModel` that price these states, for a model of this shape."""
+        options: dict[str, Any] = {"states": self.states}
         adam = bytes_per_parameter(Mesh(), self.states) - bytes_per_parameter(
             Mesh(), self.states, optimizer_bytes=0.0
         )
         if self.adapter_width is not None:  # all of it is counted in the layers
             part = _Part(trained=self.trained, kept=self.layers.kept + self.ends.kept)
-            told["adapter_share"] = part.trained / (shape.parameters_per_layer * shape.layers)
-            told["adapter_width"] = self.adapter_width / shape.layers
-            return told | ({} if part.of_one == adam else {"optimizer_bytes": part.of_one})
+            options["adapter_share"] = part.trained / (shape.parameters_per_layer * shape.layers)
+            options["adapter_width"] = self.adapter_width / shape.layers
+            return options | ({} if part.of_one == adam else {"optimizer_bytes": part.of_one})
         if self.layers.of_one != adam:
-            told["optimizer_bytes"] = self.layers.of_one
+            options["optimizer_bytes"] = self.layers.of_one
         if self.ends.of_one != self.layers.of_one:
-            told["end_optimizer_bytes"] = self.ends.of_one
-        return told
+            options["end_optimizer_bytes"] = self.ends.of_one
+        return options
 
 
 def states_of(settings: TrainSettings, model: Any) -> RunStates:

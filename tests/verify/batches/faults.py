@@ -140,7 +140,7 @@ FAULTS: list[tuple[dict[str, Any], str, str, tuple[int | None, int | None]]] = [
     (
         {"labels": row(6, 7, -100, 9, 10, 11, -100, 13, -100)},
         "error shifted_labels",
-        "6 labels are the next token's already, and",
+        "6 labels are those of the next token already, and",
         (0, 0),
     ),
     (

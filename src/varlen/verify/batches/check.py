@@ -377,8 +377,8 @@ def _shifted(
     yield finding(
         "shifted_labels",
         "error",
-        f"{many(count, 'label is', 'labels are')} the next token's already, and {name} shifts labels: it would "
-        "learn the token after the next",
+        f"{many(count, 'label is that', 'labels are those')} of the next token already, and {name} shifts labels: it "
+        "would learn the token after the next",
         "give each token its own id as label, and -100 to the first token of every document",
         targets,
         "the label at",

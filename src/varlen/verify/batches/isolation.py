@@ -446,7 +446,7 @@ def facts_of(model: Any, *, is_packed: bool = False) -> ModelFacts:
     code = _code(kind)
     return ModelFacts(
         name=type(unwrap(model)).__name__,
-        within=None if given is model else type(given).__name__,
+        within=None if given is model else type(unwrap(given)).__name__,
         attention=name,
         detector=_detector(model, name),
         uses_cache=bool(getattr(config, "use_cache", False)),
