@@ -186,7 +186,7 @@ def test_a_dry_run_prints_what_would_be_done(run_train, store, tmp_path):
     assert code == 0
     lines = out.splitlines()
     assert [line[:13].strip() for line in lines if line[:1].strip()] == [
-        *("steps", "first step", "model", "plan", "predicted", "memory", "nothing was t")
+        *("data", "steps", "first step", "model", "plan", "predicted", "memory", "nothing was t")
     ]
     assert max(map(len, lines)) <= 80
     found = json.loads(run_train("a.toml", "--dry-run", "--json")[1])

@@ -260,3 +260,15 @@ def test_a_set_that_isnt_there_is_refused_before_the_first_step(store, tmp_path)
     with pytest.raises(InputError, match=r"no\.jsonl"):
         train(given, notes)
     assert notes.steps == []
+
+
+def test_a_dry_run_counts_the_documents_of_the_data_and_of_sets(valid, tmp_path):
+    rows, store = str(valid / "valid.jsonl"), str(valid / "valid")
+    found = forecast(settings(store, tmp_path / "run", eval__sets={"chats": rows, "tokens": store}))
+
+    assert (found.data, found.sets) == (17, {"chats": None, "tokens": 17})
+    assert "data         17 documents\n" in found.words()
+    assert "evaluation   chats: counted as it is read; tokens: 17 documents\n" in found.words()
+
+    streamed = settings(store, tmp_path / "run", data__source=rows, data__mode="streaming")
+    assert "data         counted as it is read\n" in forecast(streamed).words()

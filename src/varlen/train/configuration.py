@@ -230,6 +230,10 @@ global_batch_size = 8        # packs of an optimizer step, over all processes
 micro_batch_size = 2         # packs that a process computes at once; more are accumulated
 overlong = "split"           # documents longer than a pack: OVERLONG
 
+# [data.mixture.web]         # several sources by weight, in place of data.source; a table for each
+# source = "web.jsonl"
+# weight = 0.7
+
 # [model]                    # of a saved model, in place of the two tables below
 # path = "org/name"          # on the hub, or a folder
 
@@ -248,7 +252,7 @@ tie_word_embeddings = true
 [optimizer]                  # AdamW
 learning_rate = 2e-3
 weight_decay = 0.1           # of matrices; norms and biases don't decay
-schedule = "cosine"          # or "linear", "constant"
+schedule = "cosine"          # or "linear", "constant", "wsd" (constant, and linear at the end)
 warmup_steps = 10
 min_learning_rate = 2e-4     # what the schedule falls to
 max_grad_norm = 1.0          # 0 switches clipping off

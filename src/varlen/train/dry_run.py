@@ -28,7 +28,7 @@ from varlen.simulate.timeline import Timeline
 from varlen.step_plan import Mesh, Offload, Recompute
 from varlen.train.affordable import affordable
 from varlen.train.evaluate import Evaluator
-from varlen.train.loaders import open_loader, steps_of
+from varlen.train.loaders import num_documents, open_loader, steps_of
 from varlen.train.lora import check_adapter
 from varlen.train.model import model_config
 from varlen.train.parallel import Ranks, device_of
@@ -119,8 +119,10 @@ class Forecast(Needs):
     parameters: int
     trained: int
     """Parameters that are trained."""
-    sets: int
-    """Sets of documents to evaluate."""
+    data: int | None
+    """Documents of the data; None where that isn't known before they are read."""
+    sets: Mapping[str, int | None]
+    """The same of each set that is evaluated."""
     plan: PlanForecast | None = None
     """None without `[plan]`."""
 
@@ -133,13 +135,15 @@ class Forecast(Needs):
         trained = f", {self.trained:,} trained" if self.trained < self.parameters else ""
         steps = "to the end of the data" if self.steps is None else many(self.steps, "step")
         lines = {
+            "data": _documents_words(self.data),
             "steps": f"{steps} on {many(self.processes, 'process', 'processes')}",
             "first step": f"{many(self.documents, 'document')}, {self.tokens:,} tokens, {self.targets:,} targets, "
             f"{100 * self.fill:.1f} % full",
             "model": f"{self.parameters:,} parameters{trained}",
         }
         if self.sets:
-            lines["evaluation"] = many(self.sets, "set")
+            every_set = (f"{name}: {_documents_words(count)}" for name, count in self.sets.items())
+            lines["evaluation"] = "; ".join(every_set)
         if self.plan is not None:
             lines["plan"] = self.plan.words
             if self.plan.steps:
@@ -201,8 +205,8 @@ def forecast(
         if not batches:
             raise SettingError("no document to train on; name other data as data.source")
         loads = _loads(settings, loader, batches) if needs is None else []
-    if settings.eval is not None:
-        _check_sets(read, config, tokenizer, ranks)
+        documents = num_documents(loader)
+    sets = {} if settings.eval is None else _count_sets(read, config, tokenizer, ranks)
     if settings.sample is not None:
         Sampler(settings, tokenizer, templates_of(settings.data, tokenizer))
     if needs is None:
@@ -218,7 +222,8 @@ def forecast(
         fill=float(lengths.sum() / slots),
         parameters=states.parameters,
         trained=states.trained,
-        sets=0 if settings.eval is None else len(settings.eval.sets),
+        data=documents,
+        sets=sets,
         plan=plan,
         **asdict(needs),
     )
@@ -323,9 +328,16 @@ def _mesh(settings: TrainSettings, processes: int) -> Mesh:
     )
 
 
-def _check_sets(settings: TrainSettings, config: Any, tokenizer: Any, ranks: Ranks) -> None:
+def _count_sets(
+    settings: TrainSettings, config: Any, tokenizer: Any, ranks: Ranks
+) -> Mapping[str, int | None]:
+    """Open the sets as an evaluation does, and count their documents."""
     with ExitStack() as stack:
-        Evaluator(settings, config, tokenizer, ranks, None, stack)
+        return Evaluator(settings, config, tokenizer, ranks, None, stack).documents()
+
+
+def _documents_words(count: int | None) -> str:
+    return "counted as it is read" if count is None else many(count, "document")
 
 
 def _longest_by_slices(loader: PackedLoader, slice_tokens: int) -> dict[int, tuple[int, int]]:

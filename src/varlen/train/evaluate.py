@@ -16,7 +16,7 @@ import numpy as np
 from varlen.errors import InputError, SettingError, SourceError, StateError
 from varlen.feed.loader import PackedLoader
 from varlen.feed.plans import GivenPlans
-from varlen.train.loaders import open_loader
+from varlen.train.loaders import num_documents, open_loader
 from varlen.train.parallel import Ranks
 from varlen.train.settings import EvalSettings, TrainSettings
 from varlen.train.step import Gradients
@@ -154,6 +154,10 @@ class Evaluator:
                 "or no labels; name a set with labels"
             )
         loader.load_state_dict(begin)
+
+    def documents(self) -> dict[str, int | None]:
+        """Return the number of documents of each set; None where it isn't known before they are read."""
+        return {name: num_documents(loader) for name, (loader, _) in self._sets.items()}
 
     def is_due(self, step: int, best: Best, *, is_last: bool) -> bool:
         """Return whether there is an evaluation after a step, or before the first."""

@@ -39,9 +39,8 @@ def open_loader(
     given = {name: value for name, value in given.items() if value is not None}
     epochs = run.epochs if epochs is None else epochs
     rank, world_size = ranks.rank, ranks.world_size
-    if (
-        settings.plan is not None
-    ):  # the stages, cp and tp ranks of a data-parallel rank have the same documents
+    if settings.plan is not None:
+        # The stages, cp and tp ranks of a data-parallel rank have the same documents.
         sharing = settings.plan.cp * settings.plan.tp
         world_size //= settings.plan.pp * sharing
         rank = rank // sharing % world_size
@@ -80,3 +79,8 @@ def steps_of(loader: PackedLoader, settings: TrainSettings, begun_at: int = 0) -
             f"{named} needs the number of steps, which this data doesn't say; set "
             'run.steps, or optimizer.schedule = "constant" and optimizer.warmup_steps'
         ) from None
+
+
+def num_documents(loader: PackedLoader) -> int | None:
+    """Return the number of documents of the data; None in streaming, where it isn't known before they are read."""
+    return None if loader.mode == "streaming" else sum(len(lengths) for lengths in loader.all_lengths())
