@@ -95,7 +95,8 @@ UNKNOWN = Family()
 
 def cache_name(module: Any) -> str:
     """Return the argument of a module's `forward` that takes a cache, which transformers 5.24 renamed."""
-    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+    compiled = getattr(module, "_orig_mod", module)
+    return "cache" if "cache" in inspect.signature(compiled.forward).parameters else "past_key_values"
 
 
 def names_in(module: Any, method: str | None = None) -> frozenset[str]:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from tests.support.distances import assert_same
 from tests.support.sliced import SIZES, take_gradients, tiny, uncut
-from tests.support.tiny_families import Wide
+from tests.support.tiny_families import FAILING, Wide, with_vision
 from torch import nn
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
@@ -261,6 +261,31 @@ def test_a_small_model_has_a_layer_of_each_kind_and_no_more():
     assert model.config.num_hidden_layers == 48
 
 
+def test_a_class_that_fails_in_its_own_forward_is_refused_and_its_language_model_is_not():
+    model = with_vision("llama4").eval()
+    if "llama4" in FAILING:
+        words = (
+            r"own forward, .*'image_outputs'\); give the Llama4ForCausalLM inside \(model.language_model\)$"
+        )
+        with pytest.raises(ModelError, match=words):
+            admit(model, "auto")
+    else:
+        admit(model, "auto")
+    admit(model.language_model, "auto")
+
+
+class Failing(LlamaForCausalLM):
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise AttributeError("no such output")
+
+
+def test_a_class_that_fails_in_its_own_forward_with_no_other_inside_is_trained_unsliced():
+    with pytest.raises(
+        ModelError, match=r"own forward, .*\(AttributeError: no such output\); train them unsliced$"
+    ):
+        admit(made(Failing), "auto")
+
+
 def test_gemma_4_without_inputs_by_layer_is_proven_and_with_them_refused():
     settings: dict[str, Any] = {
         "num_hidden_layers": 6,
@@ -268,7 +293,8 @@ def test_gemma_4_without_inputs_by_layer_is_proven_and_with_them_refused():
         "num_global_key_value_heads": 2,
         "attention_k_eq_v": True,
     }
-    admit(as_usual("gemma4_text", hidden_size_per_layer_input=0, **settings), "auto")
+    for family in ("gemma4_text", "gemma4_unified_text"):
+        admit(as_usual(family, hidden_size_per_layer_input=0, **settings), "auto")
 
     with pytest.raises(
         ModelError, match=r"embed_tokens_per_layer.weight of this gemma4_text model \(3 such parameters"

@@ -183,11 +183,15 @@ class Wide(TorchFunctionMode):
 
 
 def family(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
-    """A tiny model with random weights in all its parameters."""
+    """A tiny model with random weights in all its parameters.
+
+    None is narrower than asked for: from transformers 5.24 on, some routers are in float32 in any model.
+    """
     model = tiny(name, dtype, **{**SETTINGS.get(name, {}), **more})
     made = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
+            parameter.data = parameter.to(torch.promote_types(parameter.dtype, dtype))
             parameter += 0.2 * torch.randn(parameter.shape, generator=made, dtype=torch.float64).to(dtype)
     return model
 
@@ -242,6 +246,10 @@ VISION: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """By family with a vision tower: its class, and settings of its text and of its tower."""
+
+
+FAILING = {"llama4"} if transformers.__version__ == "5.24.0" else set[str]()
+"""Of these, transformers' class with a vision tower fails in its own forward, whatever it is given."""
 
 
 def with_vision(name: str) -> Any:

@@ -31,6 +31,7 @@ from varlen.runtime.main_grads import add_product, gradient, local
 HEAD_ROWS = LOGIT_ROWS  # rows whose logits exist at once
 EMBEDDING = -1  # number of the embedding among units
 IGNORED = -100  # the label of a token with nothing to learn
+_LEFT_KEYS = "shared_kv_states"  # argument of layers that leave keys and values for later ones, or read them
 
 
 class Positions(NamedTuple):
@@ -120,6 +121,8 @@ class DecoderParts:
     """How tp ranks divide embedding and head; None where this process has them whole."""
     cache: str = ""
     """Argument of layers that ask a cache how many tokens came before, and take no positions for it (Llama 4)."""
+    leaves_keys: bool = False
+    """Whether layers want a dict in which some leave keys and values for later layers, of which slices run none."""
 
     @classmethod
     def of(cls, model: Any, kernels: Kernels = "auto") -> DecoderParts:
@@ -194,7 +197,9 @@ class DecoderParts:
             hidden: `[1, rows, hidden]`.
         """
         rotated = positions.embeddings
-        more = {self.cache: _Before(positions.ids)} if self.cache else {}
+        more: dict[str, Any] = {self.cache: _Before(positions.ids)} if self.cache else {}
+        if self.leaves_keys:
+            more[_LEFT_KEYS] = {}
         out = self.layers[layer](
             hidden,
             attention_mask=None,
@@ -586,7 +591,8 @@ def _parts_of(name: str, model: Any, kernels: Kernels) -> DecoderParts:
     }
     by_type = "layer_type" in inspect.signature(type(rotary).forward).parameters
     kinds = tuple(getattr(config, "layer_types", None) or ())[: len(layers)]
-    counts = any("get_seq_length" in names_in(m, "forward") for layer in layers for m in layer.modules())
+    inside: dict[Any, nn.Module] = {type(module): module for layer in layers for module in layer.modules()}
+    counts = any("get_seq_length" in names_in(module, "forward") for module in inside.values())
     return DecoderParts(
         embedding=embedding,
         layers=layers,
@@ -605,6 +611,8 @@ def _parts_of(name: str, model: Any, kernels: Kernels) -> DecoderParts:
             told.get("final_logit_softcapping"),
         ),
         cache=cache_name(layers[0]) if counts else "",
+        # transformers 5.24's layers of Gemma 4 leave keys and values there even if no later layer reads them.
+        leaves_keys=any(_LEFT_KEYS in inspect.signature(kind.forward).parameters for kind in inside),
     )
 
 

@@ -34,7 +34,16 @@ _FORWARD: _Slices = (((0, 0, 7), (1, 0, 4)), ((0, 7, 12), (1, 4, 9)), ((0, 12, 1
 _BACKWARD: _Slices = (((1, 2, 9), (0, 10, 19)), ((1, 0, 2), (0, 3, 10)), ((0, 0, 3),))
 _TOLERANCE = 1e-4  # norms and softmax of a float64 model are in float32; what slices break is off by percents
 _LARGEST = 30_000_000  # weights; a model with more wasn't made small
-_PROVEN: dict[tuple[type, str], str | None] = {}
+
+
+class _Fault(NamedTuple):
+    """What keeps a model from being run in slices."""
+
+    what: str
+    instead: str = "train them unsliced"
+
+
+_PROVEN: dict[tuple[type, str], _Fault | None] = {}
 """By class and small config: what is wrong, None for nothing."""
 
 
@@ -53,10 +62,10 @@ def admit(model: Any, kernels: Kernels) -> None:
             _PROVEN[key] = _fault(kind, smalls)
         fault = _PROVEN[key]
     except Exception as error:
-        fault = f"their config can't be made small to prove them ({described(error, kind=True)})"
+        fault = _Fault(f"their config can't be made small to prove them ({described(error, kind=True)})")
     if fault is not None:
         name = getattr(config.get_text_config(), "model_type", None) or kind.__name__
-        raise ModelError(f"slices don't run {name} models ({kind.__name__}): {fault}; train them unsliced")
+        raise ModelError(f"slices don't run {name} models ({kind.__name__}): {fault.what}; {fault.instead}")
 
 
 def _plain_class(model: Any) -> Any:
@@ -67,27 +76,43 @@ def _plain_class(model: Any) -> Any:
     return bases[1] if is_sharded else kind
 
 
-def _fault(kind: Any, smalls: list[Any]) -> str | None:
+def _fault(kind: Any, smalls: list[Any]) -> _Fault | None:
     """Return what is wrong with the slices of a class's models; None for nothing."""
     with _apart():
-        model, why = None, ""
+        model, why, failed = None, "", None
         for small in smalls:
             try:
                 model = _small_model(kind, small)
                 whole = _whole(model)
                 break
             except Exception as error:
-                why, model = why or described(error, kind=True), None
+                why, failed, model = why or described(error, kind=True), failed or model, None
+        if model is None and failed is not None:
+            return _Fault(
+                f"a small one fails in its own forward, so nothing proves them ({why})", _instead(failed)
+            )
         if model is None:
-            return f"no small model of their class and config could be made to prove them ({why})"
+            return _Fault(f"no small model of their class and config could be made to prove them ({why})")
         try:
             found = _sliced(model)
             off = _difference(found, whole)
-            return off and f"{off}, {_layer(model)}"
+            return _Fault(f"{off}, {_layer(model)}") if off else None
         except VarlenError as error:
-            return str(error)
+            return _Fault(str(error))
         except Exception as error:
-            return f"a small one fails in slices ({described(error, kind=True)})"
+            return _Fault(f"a small one fails in slices ({described(error, kind=True)})")
+
+
+def _instead(model: Any) -> str:
+    """Say what to train if a model's own forward fails: a language model with the same head inside, if there is one.
+
+    transformers 5.24.0's Llama4ForConditionalGeneration fails so, whatever it is given.
+    """
+    head = model.get_output_embeddings()
+    for path, inner in model.named_modules():
+        if path and hasattr(inner, "get_output_embeddings") and inner.get_output_embeddings() is head:
+            return f"give the {type(inner).__name__} inside (model.{path})"
+    return "train them unsliced"
 
 
 @contextmanager

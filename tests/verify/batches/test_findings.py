@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from tests.support.hf_models import LAYOUTS, PAIRS, VOCABULARY, packed, tiny
 from tests.verify.batches.faults import FAULTS, FLASH_LESS, good, row
 from transformers import BatchEncoding, BertConfig, BertForMaskedLM, DataCollatorWithFlattening, GPT2Config
@@ -95,10 +97,19 @@ def test_nothing_is_found_in_what_transformers_collator_returns(form, more):
 
 def test_the_defect_of_transformers_collator_with_empty_documents_is_found():
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
-    report = vl.check_batch(collator(features(2, 0, 3)))
+    made = collator(features(2, 0, 3))
+    cu = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    broken = made | {"labels": torch.tensor([[-100, 2, -100, -100, 2, 3]])}
+    broken |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "seq_idx": torch.tensor([[0, 0, 2, 2, 2]])}
+    report = vl.check_batch(broken)
 
     assert report.kinds == ("shapes", "empty_documents")
     assert "1 token more" in report.findings[0].what
+    if Version(transformers.__version__) < Version("5.24"):
+        assert list(made) == list(broken)
+        assert all(np.array_equal(value, broken[name]) for name, value in made.items())
+    else:
+        assert vl.check_batch(made).findings == ()
 
 
 @pytest.mark.parametrize("multiple", [None, 8])

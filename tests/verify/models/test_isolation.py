@@ -10,12 +10,12 @@ from tests.support.hf_models import FAMILIES, LAYOUTS, PAIRS, SMALL, VOCABULARY,
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    FalconConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
+    OPTConfig,
 )
 
 import varlen as vl
@@ -24,7 +24,15 @@ from varlen.errors import DocumentsError, ModelError, SettingError
 from varlen.verify.models import backends
 from varlen.verify.models.isolation import IsolationReport, Movements, check_isolation, judge
 
-FALCON = FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+OPT = OPTConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    word_embed_proj_dim=32,
+    ffn_dim=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+)
 MAMBA = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)
 
 
@@ -120,7 +128,7 @@ def test_what_silently_turns_boundaries_off_is_found(family, attention, more):
 
 
 def test_a_family_that_never_looks_at_positions_leaks_with_them_alone_and_not_with_model_inputs():
-    model = make(FALCON, "eager")
+    model = make(OPT, "eager")
     leaking = check_isolation(model, packed(), inputs=positions_only)
 
     assert leaking.verdict == "leaks"

@@ -30,17 +30,18 @@ _NEEDED = ("input_ids", "labels", "attention_mask")
 class DataCollatorWithFlattening:
     """Lay the documents of a batch end to end in one row, as transformers' class of this name does.
 
-    Its arguments and outputs are those of transformers 5.23, value for value and dtype for dtype. It differs
-    where that one goes wrong:
+    Its arguments and outputs are those of transformers 5.23 and 5.24, value for value and dtype for dtype. It differs
+    where those go wrong:
 
-    - A document without tokens is left out. There it takes up a label but no id, which shifts all labels behind
-      it, and stands twice in the boundaries.
+    - A document without tokens is left out, as it is from 5.24 on. Before, it takes up a label there but no id, which
+      shifts all labels behind it, and stands twice in the boundaries.
     - Where `labels` are in some features only, or not as long as the ids, it raises. There the first feature
       decides for all.
     - Tokens with an `attention_mask` of 0 are left out. There padding is trained on.
     - A batch that a data set gives as an Arrow table is read without converting it to Python objects.
     - Other columns of numbers with one value per token are kept. There they are lost.
-    - An empty batch raises a DocumentsError that says what to do. There it raises an IndexError.
+    - A batch without tokens raises a DocumentsError that says what to do. There it raises a ValueError; before 5.24
+      an IndexError, or nothing where it holds empty documents.
 
     >>> collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     >>> batch = collate([{"input_ids": [11, 12, 13]}, {"input_ids": [21, 22]}])

@@ -50,11 +50,13 @@ def check_batch(
         batch: a PackedBatch, or the keyword arguments of a transformers model as any collator makes them:
             arrays, tensors on any device, or lists; `input_ids` must be `[rows, width]`.
         model: the transformers model, bare or wrapped, in its current setup: its attention, cache, vocabulary,
-            positions and family decide how it interprets a batch. Without a model, a batch with all of
-            FlashAttention's arguments is checked for FlashAttention and any other for sdpa; errors that only
-            another attention would have are warnings. A module of your own with exactly one transformers model
-            inside is checked as if that one were called with the batch, whatever that module does. The report says
-            so (`within`); `varlen.verify.models.isolation.check_isolation` runs the module's code.
+            positions and family decide how it interprets a batch, and with gradient checkpointing whether
+            gradients are on, since from transformers 5.24 on most models keep their cache without them. Without
+            a model, a batch with all of FlashAttention's arguments is checked for FlashAttention and any other
+            for sdpa; errors that only another attention would have are warnings. A module of your own with
+            exactly one transformers model inside is checked as if that one were called with the batch, whatever
+            that module does. The report says so (`within`); `varlen.verify.models.isolation.check_isolation`
+            runs the module's code.
         lengths: the tokens of each document, in order: a list for a batch of one row, or a list for each row; what
             a row holds beyond them is padding. They are the truth that all boundaries of the batch must agree with.
             Without them, a row whose positions count on counts as one document.

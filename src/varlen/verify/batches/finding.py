@@ -143,7 +143,7 @@ class ModelFacts:
     uses_cache: bool
     """Whether a cache is used if the batch has no `use_cache`."""
     drops_cache: bool
-    """Whether a cache is never used, because of gradient checkpointing."""
+    """Whether gradient checkpointing keeps a cache from being used, with gradients on or off as they are here."""
     is_bidirectional: bool
     """Whether tokens see later ones."""
     reads_positions: bool

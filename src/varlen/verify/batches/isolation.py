@@ -450,7 +450,9 @@ def facts_of(model: Any, *, is_packed: bool = False) -> ModelFacts:
         attention=name,
         detector=_detector(model, name),
         uses_cache=bool(getattr(config, "use_cache", False)),
-        drops_cache=bool(getattr(decoder, "gradient_checkpointing", False)) and decoder.training,
+        drops_cache=bool(getattr(decoder, "gradient_checkpointing", False))
+        and decoder.training
+        and (torch.is_grad_enabled() or code.drops_any_cache),
         is_bidirectional=is_bidirectional(model),
         reads_positions=code.reads_positions and not is_bidirectional(model),
         mrope=code.mrope,
@@ -510,6 +512,8 @@ class _Code:
     reads_positions: bool = True
     mrope: MRope = "none"
     reads_boundaries: bool = False
+    drops_any_cache: bool = True
+    """Whether gradient checkpointing turns a cache off even without gradients; most don't since transformers 5.24."""
 
 
 @lru_cache(maxsize=256)
@@ -527,7 +531,17 @@ def _code(decoder: Any) -> _Code:
         reads_positions=_hands_positions_on(parse_python(textwrap.dedent(forward))),
         mrope=mrope,
         reads_boundaries="seq_idx" in module or "cu_seq_lens_q" in module,
+        drops_any_cache="is_grad_enabled" not in _names_around(decoder.forward),
     )
+
+
+def _names_around(function: Any) -> set[str]:
+    """Return the names in the code of a function and of all that it wraps."""
+    names: set[str] = set()
+    while function is not None:
+        names.update(getattr(getattr(function, "__code__", None), "co_names", ()))
+        function = getattr(function, "__wrapped__", None)
+    return names
 
 
 def _hands_positions_on(forward: ast.AST) -> bool:
