@@ -25,6 +25,7 @@ class Family:
     # kernels' packages aren't installed, transformers itself rejects boundaries.
     boundaries: Literal["", "numbers", "ends"] = ""
     takes_flat_masks: bool = False  # whether its code accepts only padding masks, and fails with a 4-D mask
+    mixes_neighbours: bool = False  # whether its embeddings join each token's with those beside it in the row
     # For families whose only positions are distances between tokens (ALiBi), the same wherever a document stands in
     # its row: the setting that bounds a row's width.
     widest: str = ""
@@ -63,6 +64,7 @@ FAMILIES: dict[str, Family] = {
     "mamba": RECURRENT,
     "mamba2": RECURRENT,
     "minimax": RECURRENT,
+    "mobilebert": Family(mixes_neighbours=True),
     "mpt": Family(has_own_attention=True, widest="max_seq_len", is_gated=False, is_four_times=True),
     "nanochat": UNGATED,
     "nemotron": Family(has_own_attention=True, is_gated=False),

@@ -20,6 +20,7 @@ from varlen.adapters.hf.mixing import (
     drops_boundaries,
     is_bidirectional,
     segment_arguments,
+    takes_mapping,
 )
 from varlen.adapters.hf.model import (
     accepts,
@@ -353,9 +354,21 @@ def explicit_masks(batch: PackedBatch, model: Any, form: str, dtype: torch.dtype
         masked = [kind for kind in dict.fromkeys(("full_attention", *kinds)) if kind not in MASKLESS_KINDS]
         masks = {kind: _mask(batch, model, kind, form, dtype) for kind in masked}
         return masks | dict.fromkeys(MASKLESS_KINDS)
-    if kinds:
+    check_kinds(model)
+    if kinds and takes_mapping(model):
         return {kind: _mask(batch, model, kind, form, dtype) for kind in kinds}
-    return _mask(batch, model, only_kind(model), form, dtype)
+    return _mask(batch, model, kinds[0] if kinds else only_kind(model), form, dtype)
+
+
+def check_kinds(model: Any) -> None:
+    """Refuse masks of several kinds for a model that takes one."""
+    kinds = named_kinds(text_config(model))
+    if len(kinds) > 1 and not takes_mapping(model):
+        raise ModelError(
+            f"{type(unwrap(model)).__name__} has layers of {len(kinds)} kinds ({', '.join(kinds)}) and takes one "
+            "mask for all; use varlen.adapters.hf.use_varlen_attention(model), which takes no mask, or give it one "
+            "document a row (padded)"
+        )
 
 
 def _counts_itself(config: Any) -> bool:

@@ -145,6 +145,8 @@ def _both_directions(config: Any, decoder: Any) -> str | None:
 def _flat_masks(model: Any) -> str | None:
     if family(model).takes_flat_masks:
         return "takes masks of padding alone, in which documents of a row can't be told apart"
+    if family(model).mixes_neighbours:
+        return "joins the embedding of each token with those beside it, also of another document"
     return None
 
 
@@ -306,7 +308,7 @@ def mixes(name: str, module: Any) -> str | None:
 # Whether a model's own code drops boundaries before they reach attention, determined from the installed source, as a
 # list of names would get out of date.
 
-_READ: WeakKeyDictionary[Any, tuple[str | None, bool]] = WeakKeyDictionary()
+_READ: WeakKeyDictionary[Any, tuple[str | None, bool, bool]] = WeakKeyDictionary()
 """Results of `_read` by decoder."""
 
 
@@ -323,13 +325,19 @@ def drops_block_masks(model: Any) -> bool:
     return _read(model)[1]
 
 
-def _read(model: Any) -> tuple[str | None, bool]:
-    """Return both results for a decoder, whose modules' code is read once."""
+def takes_mapping(model: Any) -> bool:
+    """Return whether a model whose layers are of several kinds takes a mask for each; else it makes all of one."""
+    return _read(model)[2]
+
+
+def _read(model: Any) -> tuple[str | None, bool, bool]:
+    """Return the results for a decoder, whose modules' code is read once."""
     decoder = text_decoder(model)
     if decoder not in _READ:
         kinds: dict[Any, None] = dict.fromkeys(type(module) for module in decoder.modules())
         dropping = next((kind.__name__ for kind in kinds if _drops_arguments(kind)), None)
-        _READ[decoder] = dropping, any(map(_ignores_block_masks, kinds))
+        takes = any("dict" in names_in(m, "forward") for m in decoder.modules() if hasattr(m, "config"))
+        _READ[decoder] = dropping, any(map(_ignores_block_masks, kinds)), takes
     return _READ[decoder]
 
 
