@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from varlen.feed.sampler import PaddedSampler
     from varlen.feed.state import merge_states
     from varlen.pack.api import lower_bound, pack
+    from varlen.pack.fold import fold
+    from varlen.pack.forest import Forest
     from varlen.pack.score import Score, score
     from varlen.pack.window import WindowPacker
     from varlen.plan.api import plan_step
@@ -53,6 +55,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "CostModel": "varlen.cost.model",
+    "Forest": "varlen.pack.forest",
     "Hardware": "varlen.cost.hardware",
     "Ledger": "varlen.types",
     "Mesh": "varlen.step_plan",
@@ -77,6 +80,7 @@ _HOMES = {
     "collate": "varlen.batch.collate",
     "delay_outliers": "varlen.plan.delay",
     "delay_step": "varlen.plan.delay",
+    "fold": "varlen.pack.fold",
     "load_plan": "varlen.plan.serialize",
     "lower_bound": "varlen.pack.api",
     "merge_states": "varlen.feed.state",
@@ -90,6 +94,7 @@ _HOMES = {
 
 __all__ = [
     "CostModel",
+    "Forest",
     "Hardware",
     "Ledger",
     "Mesh",
@@ -114,6 +119,7 @@ __all__ = [
     "collate",
     "delay_outliers",
     "delay_step",
+    "fold",
     "load_plan",
     "lower_bound",
     "merge_states",

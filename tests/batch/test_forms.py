@@ -15,10 +15,11 @@ from tests.batch.batches import cases, same_batch, tokens_like
 from tests.support.rarely import mostly
 
 import varlen as vl
-from varlen.batch import documents, kernels
-from varlen.batch.documents import as_ragged, read_int_lists
-from varlen.batch.flatten import as_whole, flatten, holds_ones_only, join
+from varlen import ragged
+from varlen.batch import kernels
+from varlen.batch.flatten import flatten, holds_ones_only
 from varlen.errors import DocumentsError
+from varlen.ragged import as_ragged, as_whole, join, read_int_lists
 
 Form = Callable[[list[list[Any]]], Any]
 LENGTHS = [5, 2, 0, 6, 3, 8, 1]
@@ -511,22 +512,22 @@ def test_an_arrow_array_is_looked_through_once_and_let_go(form):
         array = pa.chunked_array([array])
     if form == "fixed size":
         array = pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2))
-    before = len(documents._FLAT)
+    before = len(ragged._FLAT)
 
-    first, again = documents.as_flat(array, "documents"), documents.as_flat(array, "documents")
+    first, again = ragged.as_flat(array, "documents"), ragged.as_flat(array, "documents")
     assert first is not None
     assert again is first
-    assert len(documents._FLAT) == before + 1
+    assert len(ragged._FLAT) == before + 1
     del array
-    assert len(documents._FLAT) == before
+    assert len(ragged._FLAT) == before
 
 
 def test_another_array_in_the_place_of_a_known_one_is_read_anew(monkeypatch):
     known, other = pa.array([[1, 2]]), pa.array([[7, 8, 9]])
-    documents.as_flat(known, "documents")
-    monkeypatch.setitem(documents._FLAT, id(other), documents._FLAT[id(known)])
+    ragged.as_flat(known, "documents")
+    monkeypatch.setitem(ragged._FLAT, id(other), ragged._FLAT[id(known)])
 
-    found = documents.as_flat(other, "documents")
+    found = ragged.as_flat(other, "documents")
     assert found is not None
     assert found.values.tolist() == [7, 8, 9]
 

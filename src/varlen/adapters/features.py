@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from varlen.batch.flatten import FlatRow, join
+from varlen.batch.flatten import FlatRow
 from varlen.batch.packed import import_torch
 from varlen.errors import DocumentsError, SettingError
+from varlen.ragged import join
 
 Features: TypeAlias = Any
 """A batch: for each document a mapping from names to values, which are lists, numpy arrays or tensors. Or the columns

@@ -14,15 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.batch import kernels
-from varlen.batch.documents import (
-    Documents,
-    as_flat,
-    as_pack_ids,
-    as_ragged,
-    check_integers,
-    is_flat,
-    refuse_negative,
-)
 from varlen.batch.layout import Segments, exactness, lay_out, padding_segment, refuse_mismatch
 from varlen.batch.packed import (
     IGNORE_INDEX,
@@ -34,6 +25,7 @@ from varlen.batch.packed import (
     refuse_labels_of_pieces,
 )
 from varlen.errors import DocumentsError, OutputBufferError, SettingError
+from varlen.ragged import Documents, as_flat, as_ragged, check_integers, is_flat, refuse_negative
 from varlen.types import IntArray, Packing, as_packing
 
 _log = logging.getLogger(__name__)
@@ -225,6 +217,23 @@ def _fields(
         "num_targets": num_targets,
         "columns": {name: arrays[name] for name in columns},
     }, segments.min_seqlen
+
+
+def as_pack_ids(values: Sequence[int] | npt.ArrayLike) -> IntArray:
+    """Return pack numbers as int64, one-dimensional."""
+    try:
+        array = np.atleast_1d(np.asarray(values))
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise DocumentsError(f"pack_ids can't be read as whole numbers: {error}") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise DocumentsError(
+            f"pack_ids must be whole numbers in one dimension, got {array.dtype} {array.shape}"
+        )
+    return (
+        np.minimum(array, np.uint64(2**63 - 1)).astype(np.int64)
+        if array.dtype == np.uint64
+        else array.astype(np.int64)
+    )
 
 
 def _as_number(value: object, name: str, least: int, most: int = 2**31 - 1) -> int:

@@ -5,19 +5,17 @@ Unlike `collate`, it takes no Packing, and copies values directly into the array
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.batch import kernels
-from varlen.batch.documents import as_document, as_flat, check_integers, read_int_lists, refuse_negative
 from varlen.batch.layout import padding_segment
 from varlen.errors import DocumentsError, SettingError
+from varlen.ragged import Joined, as_whole, join, refuse_negative
 from varlen.types import Int32Array, IntArray
 
 
@@ -217,139 +215,9 @@ def _column(joined: Joined, mask: npt.NDArray[np.bool_] | None, width: int, pad:
     return column
 
 
-# `join` takes most of the time of flattening a batch, and its cost per document in Python counts as much as the
-# tokens: reading an attribute of a tensor takes 50 ns, copying 200 token ids takes 30. So if all documents are of one
-# kind, one call converts all of them, and cheap checks show that it did so correctly; otherwise they are converted
-# one by one.
-
-_dtype = attrgetter("dtype")
-
-
-class Joined(NamedTuple):
-    """Values of all documents end to end, and the size of each document."""
-
-    values: npt.NDArray[Any]
-    """`[values]`, contiguous."""
-    sizes: IntArray
-    """int64 `[documents]`."""
-    is_fresh: bool
-    """Whether nothing else refers to the values, so that they may be overwritten."""
-
-
-def join(documents: Any, name: str) -> Joined:
-    """Concatenate the values of documents in their own dtype."""
-    if isinstance(documents, tuple) or hasattr(documents, "null_count"):
-        return _from_flat(documents, name)
-    values = documents if type(documents) is list else list(documents)
-    first = values[0] if values else None
-    joined = None
-    if isinstance(first, np.ndarray):
-        joined = _from_arrays(values)
-    elif type(first) is list:
-        joined = _from_lists(values)
-    elif "torch" in sys.modules and isinstance(first, sys.modules["torch"].Tensor):
-        joined = _from_tensors(values)
-    return joined or _one_by_one(values, name)
-
-
-def as_whole(joined: Joined, name: str) -> Joined:
-    """Convert values to int32 or int64."""
-    values = joined.values
-    if values.dtype in (np.int64, np.int32):
-        return joined
-    if values.size:  # else the dtype means nothing: torch makes floats of an empty list
-        check_integers(values, name)
-    if values.dtype == np.uint64 and values.size and int(values.max()) >= 2**63:
-        raise DocumentsError(
-            f"{name} run up to {int(values.max()):,}, outside of int64; these are no token ids"
-        )
-    return Joined(values.astype(np.int64), joined.sizes, is_fresh=True)
-
-
 def holds_ones_only(documents: Any) -> bool:
     """Return whether these are lists of ones, in half the time of reading them."""
     if type(documents) is not list or set(map(type, documents)) != {list}:
         return False
     ones = [1] * max(map(len, documents))
     return all(part == ones[: len(part)] for part in documents)
-
-
-def _from_flat(documents: Any, name: str) -> Joined:
-    """Join an Arrow list array, or values with offsets."""
-    # Rows that were taken one by one are a chunk each.
-    if hasattr(documents, "num_chunks") and documents.num_chunks != 1:
-        documents = documents.combine_chunks()
-    flat = as_flat(documents, name)
-    if flat is None:
-        return _one_by_one(list(documents), name)
-    offsets = flat.offsets.astype(np.int64, copy=False)
-    sizes = offsets[1:] - offsets[:-1]
-    if sizes.size and (int(sizes.min()) < 0 or offsets[0] < 0 or offsets[-1] > flat.values.size):
-        raise DocumentsError(
-            f"{name}: offsets from {offsets[0]:,} to {offsets[-1]:,} must rise, and lie within {flat.values.size:,} "
-            "values"
-        )
-    values = flat.values[offsets[0] : offsets[-1]]
-    _check_numbers(values, name)
-    return Joined(values, sizes, is_fresh=False)
-
-
-def _from_lists(lists: list[Any]) -> Joined | None:
-    """Join lists of ints; returns None if there is anything else."""
-    if set(map(type, lists)) != {list}:
-        return None
-    offsets = np.zeros(len(lists) + 1, np.int64)
-    values = read_int_lists(lists, offsets)
-    return None if values is None else Joined(values, offsets[1:] - offsets[:-1], is_fresh=True)
-
-
-def _from_arrays(arrays: list[Any]) -> Joined | None:
-    """Join arrays of one dtype and one dimension; returns None if any differs."""
-    try:
-        dtypes = set(map(_dtype, arrays))
-        sizes = np.fromiter(map(len, arrays), np.int64, len(arrays))
-        joined = bytearray().join(arrays)  # takes a quarter of `np.concatenate`'s time per array
-    except (AttributeError, TypeError, ValueError, BufferError):  # no arrays, no dimension, or strides
-        return None
-    dtype = dtypes.pop()
-    if dtypes or dtype.kind not in "biuf" or not dtype.isnative:
-        return None
-    values = np.frombuffer(joined, dtype)
-    if values.size != int(sizes.sum()):  # some array has more than one dimension
-        return None
-    return Joined(values, sizes, is_fresh=True)
-
-
-def _from_tensors(tensors: list[Any]) -> Joined | None:
-    """Join tensors of one dtype and one dimension in host memory; returns None if any differs.
-
-    If `cat` widens a dtype or skips a tensor, the number of bytes changes.
-    """
-    try:
-        num_bytes = np.fromiter([tensor.nbytes for tensor in tensors], np.int64, len(tensors))
-        values: npt.NDArray[Any] = sys.modules["torch"].cat(tensors).numpy()
-    except (AttributeError, RuntimeError, TypeError):
-        return None
-    if values.ndim != 1 or int(num_bytes.sum()) != values.nbytes:
-        return None
-    return Joined(values, num_bytes // values.itemsize, is_fresh=True)
-
-
-def _one_by_one(values: Sequence[Any], name: str) -> Joined:
-    """Join documents that numpy can convert, one at a time."""
-    arrays = [as_document(part, index, name) for index, part in enumerate(values)]
-    sizes = np.fromiter(map(len, arrays), np.int64, len(arrays))
-    filled = [array for array in arrays if array.size] or arrays[:1]
-    if not filled:
-        return Joined(np.empty(0, np.int64), sizes, is_fresh=True)
-    joined = np.concatenate(filled)
-    if joined.dtype.kind in "iu" and any(array.dtype.kind == "b" for array in filled):
-        raise DocumentsError(f"{name} must be whole numbers, got dtype bool in some documents")
-    _check_numbers(joined, name)
-    return Joined(joined.astype(joined.dtype.newbyteorder("="), copy=False), sizes, is_fresh=True)
-
-
-def _check_numbers(values: npt.NDArray[Any], name: str) -> None:
-    """Require numbers or booleans."""
-    if values.dtype.kind not in "biuf":
-        raise DocumentsError(f"{name} must hold numbers or booleans, got dtype {values.dtype}")

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.batch import kernels
-from varlen.batch.documents import Documents, Ragged, as_ragged
 from varlen.batch.packed import Layout
 from varlen.errors import DocumentsError, SettingError
+from varlen.ragged import Documents, Ragged, as_ragged
 from varlen.types import Int32Array, IntArray, Overlong, Packing
 
 _EXACTNESS: dict[Overlong, int] = {"error": 2, "drop": 2, "split": 1, "truncate": 0}

@@ -21,10 +21,11 @@ from varlen.adapters.features import (
     warn_of_weights,
 )
 from varlen.arguments import as_count
-from varlen.batch.flatten import Joined, as_whole, flatten, join
+from varlen.batch.flatten import flatten
 from varlen.batch.packed import import_torch
 from varlen.errors import DocumentsError, SettingError
 from varlen.pack.lengths import as_lengths
+from varlen.ragged import Joined, as_whole, join
 from varlen.types import IntArray
 
 RowLengths: TypeAlias = Sequence[Sequence[int]]  # of each row the lengths of its documents, in TRL's form
