@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from varlen.pack.fold import fold
     from varlen.pack.forest import Forest
     from varlen.pack.score import Score, score
+    from varlen.pack.trees import pack_forest
     from varlen.pack.window import WindowPacker
     from varlen.plan.api import plan_step
     from varlen.plan.delay import Waiting, delay_outliers, delay_step
@@ -85,6 +86,7 @@ _HOMES = {
     "lower_bound": "varlen.pack.api",
     "merge_states": "varlen.feed.state",
     "pack": "varlen.pack.api",
+    "pack_forest": "varlen.pack.trees",
     "plan_step": "varlen.plan.api",
     "save_plan": "varlen.plan.serialize",
     "score": "varlen.pack.score",
@@ -124,6 +126,7 @@ __all__ = [
     "lower_bound",
     "merge_states",
     "pack",
+    "pack_forest",
     "plan_step",
     "save_plan",
     "score",

@@ -134,9 +134,12 @@ class Packing:
     """Every piece takes a slot rounded up to this multiple."""
     groups: IntArray | None = None
     """int64 `[num_documents]`: the group of each document, or None; documents of a group share a pack."""
+    prefixes: Int32Array | None = None
+    """int32 `[num_pieces]` of `pack_forest`, whose documents are trees: the tokens before the piece that it repeats,
+    as they are needed for it; all 0 where no tree is cut. None of `pack`."""
 
     def __post_init__(self) -> None:
-        for array in (self.document_ids, self.starts, self.stops, self.offsets, self.groups):
+        for array in (self.document_ids, self.starts, self.stops, self.offsets, self.groups, self.prefixes):
             if array is not None:
                 array.flags.writeable = False
 
@@ -175,9 +178,15 @@ class Packing:
 
     @property
     def slot_lengths(self) -> IntArray:
-        """int64 `[num_pieces]`: tokens each piece takes up, its length rounded up to `document_multiple_of`."""
+        """int64 `[num_pieces]`: tokens each piece takes up, repeated ones too, in multiples of `document_multiple_of`."""
         multiple = self.document_multiple_of
-        return -(-self.lengths.astype(np.int64) // multiple) * multiple
+        lengths = self.lengths.astype(np.int64) + (0 if self.prefixes is None else self.prefixes)
+        return -(-lengths // multiple) * multiple
+
+    @property
+    def repeated_tokens(self) -> int:
+        """Tokens that stand in another pack as well, since a tree was cut; 0 of `pack`."""
+        return 0 if self.prefixes is None else int(self.prefixes.sum())
 
     def pack_sums(self, values: npt.ArrayLike) -> FloatArray | IntArray:
         """Sum a value per piece over each pack.
@@ -204,12 +213,14 @@ class Packing:
         return [ids[a:b] for a, b in zip(bounds[:-1], bounds[1:])]
 
     def __repr__(self) -> str:
-        """Return one line: numbers of documents and packs, fill, padding, and tokens that were lost."""
-        padding = self.num_packs * self.capacity - self.num_tokens
+        """Return one line: numbers of documents and packs, fill, padding, and tokens lost or repeated."""
+        padding = self.num_packs * self.capacity - self.num_tokens - self.repeated_tokens
         lost = self.ledger.truncated + self.ledger.dropped
         tail = f", {lost:,} tokens cut or dropped" if lost else ""
+        tail += f", {self.repeated_tokens:,} tokens repeated" if self.repeated_tokens else ""
+        units = "documents" if self.prefixes is None else "trees"
         return (
-            f"Packing({self.num_documents:,} documents in {self.num_packs:,} packs of {self.capacity:,} tokens, "
+            f"Packing({self.num_documents:,} {units} in {self.num_packs:,} packs of {self.capacity:,} tokens, "
             f"{100 * self.fill_ratio:.2f}% full, {padding:,} tokens of padding{tail})"
         )
 

@@ -1,7 +1,6 @@
 """`vl.fold`: each shared prefix once, every target of every row, and what a token sees."""
 
 import pickle
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,34 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.oracles import fold as oracle
+from tests.support.forests import rows_with_prefixes, split
 from tests.support.rarely import examples
 
 import varlen as vl
 from varlen import jit
 from varlen.errors import DocumentsError, SettingError
-
-Rows = list[list[int]]
-
-
-@st.composite
-def rows_with_prefixes(draw: st.DrawFn) -> Rows:
-    """Rows of few tokens, many of which begin alike: equal rows, prefixes of others, and empty ones among them."""
-    rows: Rows = draw(st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=10))
-    for kept in draw(st.lists(st.integers(0, 8), max_size=4)):
-        if rows:
-            begun = rows[draw(st.integers(0, len(rows) - 1))][:kept]
-            rows.append(begun + draw(st.lists(st.integers(0, 3), max_size=30)))
-    return draw(st.permutations(rows))
-
-
-def offsets_of(rows: Rows) -> np.ndarray[Any, Any]:
-    return np.cumsum([0, *map(len, rows)])
-
-
-def split(values: Any, rows: Rows) -> list[list[Any]]:
-    """Values of all rows as a list for each."""
-    bounds = offsets_of(rows)
-    return [list(values[a:b]) for a, b in zip(bounds, bounds[1:])]
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
@@ -121,7 +98,10 @@ def test_no_target_is_lost_and_each_has_the_values_of_its_own_row(rows, data):
 @given(rows=rows_with_prefixes())
 @examples(20)
 def test_rows_in_every_form_give_the_same_forest(rows):
-    offsets, flat = offsets_of(rows), np.array([token for row in rows for token in row], np.int32)
+    offsets, flat = (
+        np.cumsum([0, *map(len, rows)]),
+        np.array([token for row in rows for token in row], np.int32),
+    )
     weights = [[token / 2 for token in row] for row in rows]
     kinds = {
         "lists": (rows, weights),

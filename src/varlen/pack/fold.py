@@ -160,8 +160,8 @@ def _token_ids(joined: Joined) -> Int32Array:
         wrong = (values < 0) | (values > LARGEST)
         row, position = place_of(_offsets(joined.sizes), int(np.argmax(wrong)))
         raise DocumentsError(
-            f"row {row:,} has the token id {int(values[np.argmax(wrong)]):,} at position {position:,}; ids are from 0 "
-            f"to {LARGEST:,} ({int(wrong.sum()):,} of {values.size:,} tokens are outside). Where nothing is trained, "
+            f"row {row:,} has the token id {int(values[np.argmax(wrong)]):,} at position {position:,}; ids are from "
+            f"0 to {LARGEST:,} ({int(wrong.sum()):,} of {values.size:,} tokens are outside). Where nothing is trained, "
             "loss_mask is 0"
         )
     return np.ascontiguousarray(values, np.int32)
