@@ -19,6 +19,7 @@
     ├── WorkerDiedError                 a process that worked for varlen is gone: killed, or out of memory
     ├── DeviceMemoryError (also a MemoryError)    a task of a step that found no memory on its device
     ├── UnknownLengthError (also a TypeError)     a loader with an unknown number of batches
+    ├── NoSuchArrayError (also an AttributeError) labels or boundaries of a batch of trees, which has none
     ├── StalledError (also a TimeoutError)        nothing came in time: a storage, a worker, another rank
     ├── DeadlockError                   tasks in an order in which each waits for another
     └── LedgerError                         tokens in and tokens out differ: a bug in varlen, never yours
@@ -107,6 +108,10 @@ class DeviceMemoryError(VarlenError, MemoryError):
 
 class UnknownLengthError(VarlenError, TypeError):
     """A loader has no length: its documents are tokenized as they come, or its epochs have no end."""
+
+
+class NoSuchArrayError(VarlenError, AttributeError):
+    """A batch has no such array; the message says what it has instead."""
 
 
 class StalledError(VarlenError, TimeoutError):

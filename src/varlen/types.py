@@ -178,7 +178,7 @@ class Packing:
 
     @property
     def slot_lengths(self) -> IntArray:
-        """int64 `[num_pieces]`: tokens each piece takes up, repeated ones too, in multiples of `document_multiple_of`."""
+        """int64 `[num_pieces]`: tokens that each takes up, with repeated ones, rounded to `document_multiple_of`."""
         multiple = self.document_multiple_of
         lengths = self.lengths.astype(np.int64) + (0 if self.prefixes is None else self.prefixes)
         return -(-lengths // multiple) * multiple

@@ -5,16 +5,24 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.batch import kernels
-from varlen.batch.layout import Segments, exactness, lay_out, padding_segment, refuse_mismatch
+from varlen.batch.layout import (
+    Segments,
+    as_number,
+    as_pack_ids,
+    check_layout,
+    exactness,
+    lay_out,
+    padding_segment,
+    refuse_mismatch,
+)
 from varlen.batch.packed import (
     IGNORE_INDEX,
     TARGET_WEIGHTS,
@@ -24,12 +32,14 @@ from varlen.batch.packed import (
     labels_of_documents,
     refuse_labels_of_pieces,
 )
+from varlen.batch.tree_batch import TreeBatch
+from varlen.batch.trees import collate_trees
 from varlen.errors import DocumentsError, OutputBufferError, SettingError
+from varlen.pack.forest import Forest
 from varlen.ragged import Documents, as_flat, as_ragged, check_integers, is_flat, refuse_negative
 from varlen.types import IntArray, Packing, as_packing
 
 _log = logging.getLogger(__name__)
-_LAYOUTS = get_args(Layout)
 _NAMES = ("input_ids", "labels", "position_ids", "segment_ids")
 
 Out = (
@@ -38,6 +48,18 @@ Out = (
 """Arrays to fill: a mapping by name, an earlier batch, or a function from the shape to such a mapping."""
 
 
+@overload
+def collate(
+    documents: Forest,
+    packing: Packing,
+    pack_ids: Sequence[int] | npt.ArrayLike | None = None,
+    *,
+    pad_id: int = 0,
+    pad_to_multiple_of: int = 1,
+    layout: Layout = "rows",
+    step_num_targets: int | None = None,
+) -> TreeBatch: ...
+@overload
 def collate(
     documents: Documents,
     packing: Packing,
@@ -58,8 +80,32 @@ def collate(
     dp_world_size: int = 1,
     out: Out | None = None,
     report: bool = True,
-) -> PackedBatch:
-    """Build the arrays of some packs.
+) -> PackedBatch: ...
+def collate(
+    documents: Any,
+    packing: Packing,
+    pack_ids: Sequence[int] | npt.ArrayLike | None = None,
+    labels: Documents | None = None,
+    loss_mask: Documents | None = None,
+    columns: Mapping[str, Documents] | None = None,
+    pad_id: int = 0,
+    pad_to_multiple_of: int = 1,
+    layout: Layout = "rows",
+    *,
+    column_pads: Mapping[str, Any] | None = None,
+    target_weights: Documents | None = None,
+    token_labels: Documents | None = None,
+    document_labels: npt.ArrayLike | None = None,
+    shift_labels: bool = False,
+    step_num_targets: int | None = None,
+    dp_world_size: int = 1,
+    out: Out | None = None,
+    report: bool = True,
+) -> PackedBatch | TreeBatch:
+    """Build the arrays of some packs, of documents or of a forest's trees.
+
+    A Forest of `vl.fold` holds the values beside its targets: with it and its packing of `vl.pack_forest`, only
+    packs, padding, layout and the step's targets are given. The result is a TreeBatch, whose docstrings explain it.
 
     Documents, labels, masks and columns can each be a list of lists, arrays or tensors (one a document), a tuple
     (values, offsets), or an Arrow list array. Flat and Arrow values are read without a copy; of a list, only the
@@ -67,7 +113,7 @@ def collate(
     offsets.
 
     Args:
-        documents: token ids of all documents that were packed, in the order of their lengths.
+        documents: token ids of all documents that were packed, in the order of their lengths; or a Forest.
         packing: the pieces of documents in each pack.
         pack_ids: which packs, in the order wanted; None for all.
         labels: a target for each token, -100 for none; None takes the tokens themselves.
@@ -112,14 +158,16 @@ def collate(
     ([[0, 1, 2, 0, 1, 0]], [0, 3, 5, 6])
     """
     as_packing(packing, "vl.collate(documents, packing)")
-    if layout not in _LAYOUTS:
-        raise SettingError(f"layout must be one of {', '.join(_LAYOUTS)}; got {layout!r}")
-    pad = _as_number(pad_id, "pad_id", -(2**31))
-    ranks = _as_number(dp_world_size, "dp_world_size", 1)
-    step = (
-        None if step_num_targets is None else _as_number(step_num_targets, "step_num_targets", 0, 2**63 - 1)
-    )
-    multiple = _as_number(pad_to_multiple_of, "pad_to_multiple_of", 1)
+    if isinstance(documents, Forest) or packing.prefixes is not None:
+        beside = (labels, loss_mask, columns, column_pads, target_weights, token_labels, document_labels, out)
+        is_beside = any(each is not None for each in beside) or shift_labels
+        sizes = (pad_id, pad_to_multiple_of, step_num_targets)
+        return collate_trees(documents, packing, pack_ids, layout, *sizes, is_beside=is_beside)
+    check_layout(layout)
+    pad = as_number(pad_id, "pad_id", -(2**31))
+    ranks = as_number(dp_world_size, "dp_world_size", 1)
+    step = None if step_num_targets is None else as_number(step_num_targets, "step_num_targets", 0, 2**63 - 1)
+    multiple = as_number(pad_to_multiple_of, "pad_to_multiple_of", 1)
     if loss_mask is not None and target_weights is not None:
         raise SettingError(
             "target_weights say by 0 what loss_mask says: give the weights alone, 0 where it is 0"
@@ -217,36 +265,6 @@ def _fields(
         "num_targets": num_targets,
         "columns": {name: arrays[name] for name in columns},
     }, segments.min_seqlen
-
-
-def as_pack_ids(values: Sequence[int] | npt.ArrayLike) -> IntArray:
-    """Return pack numbers as int64, one-dimensional."""
-    try:
-        array = np.atleast_1d(np.asarray(values))
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise DocumentsError(f"pack_ids can't be read as whole numbers: {error}") from None
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise DocumentsError(
-            f"pack_ids must be whole numbers in one dimension, got {array.dtype} {array.shape}"
-        )
-    return (
-        np.minimum(array, np.uint64(2**63 - 1)).astype(np.int64)
-        if array.dtype == np.uint64
-        else array.astype(np.int64)
-    )
-
-
-def _as_number(value: object, name: str, least: int, most: int = 2**31 - 1) -> int:
-    """Return a setting as a whole number within its limits."""
-    if type(value) is int and least <= value <= most:
-        return value
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or not least <= number <= most:
-        raise SettingError(f"{name} must be a whole number from {least:,} to {most:,}, got {value!r}")
-    return number
 
 
 def _as_mapping(values: object, name: str) -> Mapping[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -203,3 +205,39 @@ def _what_is_wrong(packing: Packing, pack_ids: IntArray, bad: int) -> str:
         f"pack {pack:,} takes up {int(slots.sum()):,} tokens, over the packing's capacity of "
         f"{packing.capacity:,}; make packings with vl.pack, which never gives such a pack"
     )
+
+
+def as_number(value: object, name: str, least: int, most: int = 2**31 - 1) -> int:
+    """Return a setting as a whole number within its limits."""
+    if type(value) is int and least <= value <= most:
+        return value
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or not least <= number <= most:
+        raise SettingError(f"{name} must be a whole number from {least:,} to {most:,}, got {value!r}")
+    return number
+
+
+def as_pack_ids(values: Sequence[int] | npt.ArrayLike) -> IntArray:
+    """Return pack numbers as int64, one-dimensional."""
+    try:
+        array = np.atleast_1d(np.asarray(values))
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise DocumentsError(f"pack_ids can't be read as whole numbers: {error}") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise DocumentsError(
+            f"pack_ids must be whole numbers in one dimension, got {array.dtype} {array.shape}"
+        )
+    return (
+        np.minimum(array, np.uint64(2**63 - 1)).astype(np.int64)
+        if array.dtype == np.uint64
+        else array.astype(np.int64)
+    )
+
+
+def check_layout(layout: object) -> None:
+    """Require a layout."""
+    if layout not in get_args(Layout):
+        raise SettingError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")

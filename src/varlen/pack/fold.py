@@ -161,8 +161,8 @@ def _token_ids(joined: Joined) -> Int32Array:
         row, position = place_of(_offsets(joined.sizes), int(np.argmax(wrong)))
         raise DocumentsError(
             f"row {row:,} has the token id {int(values[np.argmax(wrong)]):,} at position {position:,}; ids are from "
-            f"0 to {LARGEST:,} ({int(wrong.sum()):,} of {values.size:,} tokens are outside). Where nothing is trained, "
-            "loss_mask is 0"
+            f"0 to {LARGEST:,} ({int(wrong.sum()):,} of {values.size:,} tokens are outside). Where nothing is "
+            "trained, loss_mask is 0"
         )
     return np.ascontiguousarray(values, np.int32)
 

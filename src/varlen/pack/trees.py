@@ -11,8 +11,8 @@ from varlen.arguments import LARGEST, as_choice, as_count, as_seed
 from varlen.errors import LedgerError, SettingError
 from varlen.pack.api import DEFAULT_WORK, as_work, assign
 from varlen.pack.forest import Forest, as_forest
-from varlen.pack.pieces import Items, Pieces, arrange, audit, audit_cuts, check_fit, checksum
-from varlen.types import FloatArray, IntArray, Ledger, Method, Packing
+from varlen.pack.pieces import Items, arrange, audit, audit_cuts, check_fit, checksum
+from varlen.types import FloatArray, Int32Array, IntArray, Ledger, Method, Packing
 
 _NO_TREES = ("wrapped", "next_fit")
 """Methods that cut anywhere, or leave packs half empty to keep an order that trees don't have."""
@@ -70,24 +70,21 @@ def pack_forest(
     lengths = np.diff(forest.tree_offsets).astype(np.int32)
     groups = _groups_of_trees(forest)
     documents, starts, stops, prefixes = _pieces(forest, capacity)
-    pieces = Pieces(
-        lengths=(stops - starts).astype(np.int32), documents=documents, starts=starts.astype(np.int32)
-    )
-    audit_cuts(documents, starts.astype(np.int32), pieces.lengths, lengths)
+    sizes = (stops - starts).astype(np.int32)
+    audit_cuts(documents, starts.astype(np.int32), sizes, lengths)
     slots = (stops - starts + prefixes).astype(np.int32)
-    items = _items(slots, groups[documents], capacity)
-    item_work = None
+    items, item_of = _items(slots, groups[documents], capacity)
+    item_work: FloatArray | None = None
     if method == "balanced":
-        item_work = np.bincount(items.item_of, _work(forest, documents, starts, stops, prefixes, work))
+        item_work = np.zeros(len(items.slots))
+        np.add.at(item_work, item_of, _work(forest, documents, starts, stops, prefixes, work))
     pack_of, num_packs = assign(method, items, item_work, capacity, LARGEST)
-    expected = checksum(pieces.lengths)
-    numbers, sizes, offsets = arrange(
-        pieces.lengths, pack_of[items.item_of], num_packs, None if seed is None else as_seed(seed)
-    )
+    expected, chosen = checksum(sizes), None if seed is None else as_seed(seed)
+    numbers, sizes, offsets = arrange(sizes, pack_of[item_of], num_packs, chosen)
     packed, again = audit(numbers, sizes, offsets, capacity, LARGEST, 1, expected)
     found = Packing(
         document_ids=documents[numbers],
-        starts=pieces.starts[numbers],
+        starts=starts[numbers].astype(np.int32),
         stops=(starts[numbers] + sizes).astype(np.int32),
         offsets=offsets,
         capacity=capacity,
@@ -177,18 +174,19 @@ def cheapest_cuts(places: IntArray, repeated: IntArray, capacity: int) -> IntArr
     chosen = [int(before[count])]
     while chosen[-1]:
         chosen.append(int(before[chosen[-1]]))
-    return places[np.array(chosen[::-1])]
+    found: IntArray = places[np.array(chosen[::-1])]
+    return found
 
 
-def _items(slots: IntArray, groups: IntArray, capacity: int) -> Items:
-    """Return the units of packing: a group where a pack holds it, else each of its pieces."""
+def _items(slots: Int32Array, groups: IntArray, capacity: int) -> tuple[Items, IntArray]:
+    """Return the units of packing, a group where a pack holds it, else each of its pieces; and that of each piece."""
     _, first, inverse = np.unique(groups, return_index=True, return_inverse=True)
     totals = np.bincount(inverse, slots, minlength=1).astype(np.int64)
     numbers = np.arange(len(slots))
     keys = np.where(totals[inverse] <= capacity, first[inverse], numbers) if len(slots) else numbers
-    _, item_of = np.unique(keys, return_inverse=True)
+    item_of: IntArray = np.unique(keys, return_inverse=True)[1].astype(np.int64)
     item_slots = np.bincount(item_of, slots).astype(np.int32) if len(slots) else np.empty(0, np.int32)
-    return Items(slots=item_slots, sizes=None, item_of=item_of.astype(np.int64))
+    return Items(slots=item_slots, sizes=None, item_of=item_of), item_of
 
 
 def _work(
