@@ -23,7 +23,9 @@ del pack, simulate, verify  # noqa: F821
 
 if TYPE_CHECKING:
     from varlen.batch.collate import collate
+    from varlen.batch.log_probs import log_probs
     from varlen.batch.packed import PackedBatch
+    from varlen.batch.tree_batch import TreeBatch
     from varlen.cost.hardware import Hardware
     from varlen.cost.model import CostModel
     from varlen.cost.shape import ModelShape
@@ -73,6 +75,7 @@ _HOMES = {
     "StepPlan": "varlen.step_plan",
     "StepStats": "varlen.runtime.engine",
     "Timeline": "varlen.simulate.timeline",
+    "TreeBatch": "varlen.batch.tree_batch",
     "VarlenError": "varlen.errors",
     "VerifyReport": "varlen.verify.models.report",
     "Waiting": "varlen.plan.delay",
@@ -83,6 +86,7 @@ _HOMES = {
     "delay_step": "varlen.plan.delay",
     "fold": "varlen.pack.fold",
     "load_plan": "varlen.plan.serialize",
+    "log_probs": "varlen.batch.log_probs",
     "lower_bound": "varlen.pack.api",
     "merge_states": "varlen.feed.state",
     "pack": "varlen.pack.api",
@@ -113,6 +117,7 @@ __all__ = [
     "StepPlan",
     "StepStats",
     "Timeline",
+    "TreeBatch",
     "VarlenError",
     "VerifyReport",
     "Waiting",
@@ -123,6 +128,7 @@ __all__ = [
     "delay_step",
     "fold",
     "load_plan",
+    "log_probs",
     "lower_bound",
     "merge_states",
     "pack",

@@ -76,3 +76,15 @@ def rotary_settings(config: Any) -> list[dict[str, Any]]:
     """Return the settings of rotary positions: those of all layers, and those of each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [each for each in (rope, *rope.values()) if isinstance(each, dict)]
+
+
+def rotary_limits(config: Any) -> list[tuple[str, int]]:
+    """Return the kinds of rotary frequencies that go by a batch's longest document, and where they change."""
+    found = []
+    for part in rotary_settings(config):
+        kind = str(part.get("rope_type", ""))
+        if kind == "longrope":
+            found.append((kind, part.get("original_max_position_embeddings")))
+        elif "dynamic" in kind:
+            found.append((kind, getattr(config, "max_position_embeddings", None)))
+    return [(kind, int(limit)) for kind, limit in found if limit]

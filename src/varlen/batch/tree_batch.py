@@ -36,7 +36,16 @@ _OF_PACKED = (
 )
 """What a PackedBatch has, and trees don't."""
 _TOKENS = ("input_ids", "position_ids", "targets")
-_NUMBERS = ("subtree_end", "forest_tokens", "sources", "rows", "groups", "positions", "row_offsets")
+_NUMBERS = (
+    "subtree_end",
+    "forest_tokens",
+    "sources",
+    "rows",
+    "groups",
+    "positions",
+    "row_offsets",
+    "row_lengths",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +81,8 @@ class TreeBatch:
     """int64 `[num_targets]`: the position of the predicted token in its row."""
     row_offsets: Array
     """int64 `[rows with targets + 1]`: occurrences of the same row stand together; where they begin."""
+    row_lengths: Array
+    """int64 `[rows with targets]`: tokens of these rows, whole."""
     columns: Mapping[str, Array] = field(default_factory=dict)
     """`[num_targets, ...]` each: the values beside the rows given, at the predicted tokens."""
     token_columns: Mapping[str, Array] = field(default_factory=dict)

@@ -71,6 +71,7 @@ def collate_trees(
     here, sources = _occurrences(forest, begins, sizes, prefixes, bases)
     raw = forest.targets[here]
     owners = forest.target_rows[here]
+    row_offsets = np.append(np.flatnonzero(np.diff(owners, prepend=-1)), len(owners))
     tokens = arrays["forest_tokens"]
     is_token = tokens >= 0
     return TreeBatch(
@@ -80,7 +81,8 @@ def collate_trees(
         rows=owners,
         groups=forest.row_groups[owners],
         positions=raw - forest.row_offsets[owners],
-        row_offsets=np.append(np.flatnonzero(np.diff(owners, prepend=-1)), len(owners)),
+        row_offsets=row_offsets,
+        row_lengths=np.diff(forest.row_offsets)[owners[row_offsets[:-1]]],
         columns={name: column[here] for name, column in forest.columns.items()},
         token_columns={
             name: _spread(column, tokens, is_token) for name, column in forest.token_columns.items()

@@ -15,6 +15,7 @@ from varlen.adapters.hf.model import family, implementation, text_config, unwrap
 from varlen.attention.compiled import attend_opaquely
 from varlen.attention.documents import attend_in_packs
 from varlen.attention.rules import rules_of_call
+from varlen.attention.trees import TreeSpans, attend_in_trees
 from varlen.errors import ModelError
 
 NAME = "varlen"
@@ -98,6 +99,7 @@ def varlen_attention(
     s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    tree_spans: TreeSpans | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within documents, causally or in both directions as the layer does; transformers' calling convention.
@@ -107,32 +109,45 @@ def varlen_attention(
         key: `[rows, key_heads, width, head_dim]`; `query_heads` is a multiple of `key_heads`.
         s_aux: `[query_heads]`, a score per head that takes up weight and gives no value (GPT-OSS).
         cu_seq_lens_q: int32 `[segments + 1]`, over the flattened `rows * width` tokens.
+        tree_spans: in place of them, where segments of trees lie in these tokens.
 
     Returns:
         `[rows, width, query_heads, value_dim]`, and None for the weights, which are never formed.
     """
-    ends = _checked_boundaries(query, key, attention_mask, cu_seq_lens_q)
+    _check_call(query, key, attention_mask)
     rules = rules_of_call(
         module, query, NAME, dropout=dropout, scaling=scaling, takes_both_directions=True, **rest
     )
     rows, _, width, _ = query.shape
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    if torch.compiler.is_compiling():
-        longest = rows * width if max_length_q is None else max_length_q
-        out = attend_opaquely(*flat, ends=ends, longest=longest, rules=rules, sinks=s_aux)
+    if tree_spans is not None:
+        out = attend_in_trees(*flat, spans=tree_spans, rules=rules, sinks=s_aux)
     else:
-        out = attend_in_packs(*flat, ends=ends, longest=max_length_q, rules=rules, sinks=s_aux)
+        ends = _checked_boundaries(rows * width, cu_seq_lens_q)
+        if torch.compiler.is_compiling():
+            longest = rows * width if max_length_q is None else max_length_q
+            out = attend_opaquely(*flat, ends=ends, longest=longest, rules=rules, sinks=s_aux)
+        else:
+            out = attend_in_packs(*flat, ends=ends, longest=max_length_q, rules=rules, sinks=s_aux)
     return out.view(rows, width, *out.shape[1:]), None
 
 
-def _checked_boundaries(
-    query: torch.Tensor, key: torch.Tensor, attention_mask: Any, cu_seq_lens_q: torch.Tensor | None
-) -> torch.Tensor:
+def _check_call(query: torch.Tensor, key: torch.Tensor, attention_mask: Any) -> None:
+    """Refuse masks, and keys of a cache."""
     if attention_mask is not None:
         raise ModelError(
             f'the "{NAME}" attention reads boundaries (cu_seq_lens_q) and no mask, and was given a mask; '
             "pass model_inputs(batch, model), made after the attention was set"
         )
+    width = query.shape[2]
+    if key.shape[2] != width:
+        raise ModelError(
+            f'the "{NAME}" attention was called with {key.shape[2]:,} keys for {width:,} queries a row, so a '
+            "cache is on; pass use_cache=False"
+        )
+
+
+def _checked_boundaries(tokens: int, cu_seq_lens_q: torch.Tensor | None) -> torch.Tensor:
     if cu_seq_lens_q is None:
         raise ModelError(
             f'the "{NAME}" attention was called without boundaries (cu_seq_lens_q), so documents would '
@@ -140,17 +155,11 @@ def _checked_boundaries(
             "where the model doesn't pass its arguments to its layers, choose "
             'model.set_attn_implementation("sdpa")'
         )
-    rows, _, width, _ = query.shape
-    if key.shape[2] != width:
-        raise ModelError(
-            f'the "{NAME}" attention was called with {key.shape[2]:,} keys for {width:,} queries a row, so a '
-            "cache is on; pass use_cache=False"
-        )
     # On a GPU, reading the end would wait for the device in every layer; compiled, it would end the graph.
     is_read = cu_seq_lens_q.device.type == "cpu" and not torch.compiler.is_compiling()
-    if is_read and int(cu_seq_lens_q[-1]) != rows * width:
+    if is_read and int(cu_seq_lens_q[-1]) != tokens:
         raise ModelError(
-            f"the boundaries end at token {int(cu_seq_lens_q[-1]):,}, but the batch has {rows:,} x {width:,} "
+            f"the boundaries end at token {int(cu_seq_lens_q[-1]):,}, but the batch has {tokens:,} "
             "tokens; padding needs segments of its own, as in PackedBatch.cu_seqlens"
         )
     return cu_seq_lens_q

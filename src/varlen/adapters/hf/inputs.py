@@ -39,8 +39,10 @@ from varlen.adapters.hf.model import (
     unwrap,
     uses_registry,
 )
-from varlen.attention.rules import MASKLESS_KINDS, SELECTING, rotary_settings
+from varlen.adapters.hf.trees import check_trees, tree_arguments
+from varlen.attention.rules import MASKLESS_KINDS, SELECTING, rotary_limits
 from varlen.batch.packed import IGNORE_INDEX, PackedBatch, as_tensor, on_host
+from varlen.batch.tree_batch import TreeBatch
 from varlen.errors import DocumentsError, ModelError, described
 from varlen.types import IntArray
 
@@ -50,7 +52,7 @@ Media: TypeAlias = Mapping[int, Mapping[str, Any] | None] | Sequence[Mapping[str
 MASK_FORMS = {"eager": "additive", "sdpa": "bool", "flex_attention": "block"}
 
 
-def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> dict[str, Any]:
+def model_inputs(batch: PackedBatch | TreeBatch, model: Any, media: Media | None = None) -> dict[str, Any]:
     """Return the keyword arguments with which this model treats every document as if it were alone.
 
     Which they are depends on the attention the model is set to (`config._attn_implementation`):
@@ -69,12 +71,15 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
     that by `batch.loss_scale()`. Where targets weigh as their rows say (`batch.target_weights`), no labels are
     among the arguments, as a model's own loss knows no weights: compute it of the logits, by `batch.loss_weights()`.
 
+    In a TreeBatch each token sees the tokens before it in its rows, as "eager", "sdpa", "flex_attention" and "varlen"
+    compute it. No labels are among the arguments: `vl.log_probs(logits, batch)` gives those of all occurrences.
+
     Vision-language models with M-RoPE (Qwen2-VL and later, GLM-4V, ERNIE 4.5 VL and others) get positions in time,
     height and width for each document as if it were alone, behind the text positions, from which transformers reads
     boundaries.
 
     Args:
-        batch: in either layout, numpy arrays or torch tensors; moved to the model's device.
+        batch: of documents or trees, in either layout, numpy arrays or torch tensors; moved to the model's device.
         model: a transformers model, decoder or encoder, bare or in DDP, FSDP, PEFT or `torch.compile`, whose outputs
             are one a token; for heads that pool see `document_outputs`.
         media: for such models, what the processor made of the images and videos of each document of the data set,
@@ -96,6 +101,8 @@ def model_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> 
             positions or too small a vocabulary, or would scale documents by what shares their row.
     """
     check_family(model)
+    if isinstance(batch, TreeBatch):
+        return _of_trees(batch, model, media)
     if not isinstance(batch, PackedBatch):
         raise DocumentsError(
             f"model_inputs takes a PackedBatch, as vl.collate returns it, and was given {type(batch).__name__}"
@@ -115,17 +122,33 @@ def hidden_inputs(batch: PackedBatch, model: Any) -> dict[str, Any]:
 
 def checked_inputs(batch: PackedBatch, model: Any, media: Media | None = None) -> dict[str, Any]:
     """Return the arguments of a model whose family and head were checked."""
-    check_size(batch, model)
+    check_size(batch, model, batch.max_seqlen)
     check_scaled(batch, model)
     inputs = _arguments(batch, model) | _of_vision(batch, model, media)
-    if "cu_seq_lens_q" in inputs and not uses_registry(model):
+    if family(model).widest:
+        _check_width(batch, model)
+        del inputs["position_ids"]
+    return _accepted(inputs, batch, model)
+
+
+def _of_trees(batch: TreeBatch, model: Any, media: Media | None) -> dict[str, Any]:
+    """Return the arguments for trees of rows."""
+    if media:
+        raise ModelError("documents with images can't be folded into trees yet; pack them as documents")
+    check_trees(batch, model)
+    inputs = tree_arguments(batch, model, MASK_FORMS)
+    if reads_text_positions(model):
+        inputs["position_ids"] = inputs["position_ids"].expand(AXES + 1, -1, -1)
+    return _accepted(inputs, batch, model)
+
+
+def _accepted(inputs: dict[str, Any], batch: PackedBatch | TreeBatch, model: Any) -> dict[str, Any]:
+    """Return the arguments that the model takes, and refuse a model that doesn't take or pass on all it needs."""
+    if {"cu_seq_lens_q", "tree_spans"} & inputs.keys() and not uses_registry(model):
         raise ModelError(
             f"{type(unwrap(model)).__name__} computes attention by itself and reads no boundaries, although "
             f'"{implementation(model)}" is set; use model.set_attn_implementation("eager")'
         )
-    if family(model).widest:
-        _check_width(batch, model)
-        del inputs["position_ids"]
     _check_code(batch, model, inputs)
     if "attention_mask" not in inputs and SELECTING in named_kinds(text_config(model)):
         raise ModelError(
@@ -169,7 +192,7 @@ def _check_width(batch: PackedBatch, model: Any) -> None:
         )
 
 
-def _check_code(batch: PackedBatch, model: Any, inputs: dict[str, Any]) -> None:
+def _check_code(batch: PackedBatch | TreeBatch, model: Any, inputs: dict[str, Any]) -> None:
     """Refuse a model whose own code drops boundaries on their way to attention."""
     name, kind = type(unwrap(model)).__name__, implementation(model)
     if kind == "flex_attention" and drops_block_masks(model):
@@ -420,7 +443,7 @@ def check_scaled(batch: PackedBatch, model: Any) -> None:
     """Refuse a batch in which a model would scale documents by what shares their row or batch."""
     config = text_config(model)
     name = type(unwrap(model)).__name__
-    for kind, limit in batch_wide_rotary(config):
+    for kind, limit in rotary_limits(config):
         lengths = _numpy(batch.document_lengths)
         # A document of one token is at position 0, whatever the frequency.
         short = int(((lengths <= limit) & (lengths > 1)).sum())
@@ -434,18 +457,6 @@ def check_scaled(batch: PackedBatch, model: Any) -> None:
             )
     if getattr(config, "attn_temperature_tuning", False) and hasattr(config, "floor_scale"):
         _check_temperatures(batch, config, name)
-
-
-def batch_wide_rotary(config: Any) -> list[tuple[str, int]]:
-    """Return the kinds of rotary frequencies that go by a batch's longest document, and where they change."""
-    found = []
-    for part in rotary_settings(config):
-        kind = str(part.get("rope_type", ""))
-        if kind == "longrope":
-            found.append((kind, part.get("original_max_position_embeddings")))
-        elif "dynamic" in kind:
-            found.append((kind, getattr(config, "max_position_embeddings", None)))
-    return [(kind, int(limit)) for kind, limit in found if limit]
 
 
 def _check_temperatures(batch: PackedBatch, config: Any, name: str) -> None:

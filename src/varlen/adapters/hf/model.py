@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from varlen.batch.packed import PackedBatch
+from varlen.batch.tree_batch import TreeBatch
 from varlen.errors import ModelError
 from varlen.model_families import FAMILIES, UNKNOWN, Family
 
@@ -252,19 +253,30 @@ def shifts_labels(model: Any) -> bool:
     return not is_known(type(base)) or LOSS_MAPPING[kind] is ForCausalLMLoss
 
 
-def check_size(batch: PackedBatch, model: Any) -> None:
-    """Refuse a batch with longer documents or larger token ids than the model was made for."""
+def check_size(batch: PackedBatch | TreeBatch, model: Any, longest: int) -> None:
+    """Refuse a batch with longer documents or larger token ids than the model was made for.
+
+    Args:
+        batch: of documents, or of trees of rows.
+        model: a transformers model.
+        longest: tokens of the longest document or row.
+    """
+    what = "row" if isinstance(batch, TreeBatch) else "document"
     name, positions = (
         type(unwrap(model)).__name__,
         getattr(text_config(model), "max_position_embeddings", None),
     )
     if isinstance(positions, int) and positions > 0:
         positions = max(positions - first_position(model), 1)
-    if isinstance(positions, int) and 0 < positions < batch.max_seqlen:
+    if isinstance(positions, int) and 0 < positions < longest:
+        out = (
+            "leave longer rows out, or shorten them"
+            if isinstance(batch, TreeBatch)
+            else f'pack with capacity at most {positions:,} and overlong="split" or "truncate"'
+        )
         raise ModelError(
-            f"the longest document has {batch.max_seqlen:,} tokens, but {name} has {positions:,} positions "
-            f"(max_position_embeddings); pack with capacity at most {positions:,} and "
-            'overlong="split" or "truncate"'
+            f"the longest {what} has {longest:,} tokens, but {name} has {positions:,} positions "
+            f"(max_position_embeddings); {out}"
         )
     vocabulary = vocabulary_size(model)
     if batch.max_token_id >= vocabulary:

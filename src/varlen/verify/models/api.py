@@ -14,7 +14,7 @@ import transformers
 
 from varlen import __version__
 from varlen.adapters import hf
-from varlen.adapters.hf.inputs import batch_wide_rotary, boundaries
+from varlen.adapters.hf.inputs import boundaries
 from varlen.adapters.hf.mixing import (
     accepting_unknown_code,
     check_family,
@@ -24,6 +24,7 @@ from varlen.adapters.hf.mixing import (
     segment_numbers,
 )
 from varlen.adapters.hf.model import family
+from varlen.attention.rules import rotary_limits
 from varlen.batch.packed import Layout, PackedBatch
 from varlen.errors import DocumentsError, ModelError, SettingError, described
 from varlen.verify.batches.check import check_batch
@@ -218,7 +219,7 @@ def _notes(model: Any, batches: dict[Layout, PackedBatch]) -> list[str]:
     found += [
         f"documents of more than {limit:,} tokens change the rope of all others in their batch (longrope, dynamic), "
         "packed or not; this check covers that only if its own documents are longer"
-        for limit in sorted({limit for _, limit in batch_wide_rotary(hf.text_config(model))})
+        for limit in sorted({limit for _, limit in rotary_limits(hf.text_config(model))})
     ]
     return found
 
