@@ -207,8 +207,11 @@ def flex(
     rows, keys = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])
     zero = torch.zeros((), dtype=torch.int64)
     scores = scores if score_mod is None else score_mod(scores, zero, zero, rows, keys)
-    scores = scores.masked_fill(~block_mask.mask_mod(zero, zero, rows, keys), -torch.inf)
-    return scores.softmax(-1) @ value, SimpleNamespace(lse=scores.logsumexp(-1))
+    seen = block_mask.mask_mod(zero, zero, rows, keys)
+    sees_any = seen.any(-1, keepdim=True)  # FlexAttention gives 0 to rows that see nothing
+    scores = scores.masked_fill(~seen & sees_any, -torch.inf)
+    lse = scores.logsumexp(-1).masked_fill(~sees_any[:, 0], -torch.inf)
+    return (scores.softmax(-1) * sees_any) @ value, SimpleNamespace(lse=lse)
 
 
 KERNELS: dict[str, Callable[[], Any]] = {

@@ -91,7 +91,7 @@ def attend_in_trees(
     spans: TreeSpans,
     rules: LayerRules,
     sinks: torch.Tensor | None = None,
-    choice: KernelChoice | None = None,
+    kernel: Kernel | None = None,
 ) -> torch.Tensor:
     """Attend from each token to the tokens before it in its rows.
 
@@ -102,7 +102,7 @@ def attend_in_trees(
         spans: of these tokens.
         rules: of the layer; windows count positions.
         sinks: `[query_heads]`: a score per head that takes up weight and gives no value.
-        choice: of a kernel of many slices; None for one chosen by device and dtype.
+        kernel: that computes many slices at once; None for one chosen by device and dtype.
 
     Returns:
         `[tokens, query_heads, value_dim]`.
@@ -115,12 +115,16 @@ def attend_in_trees(
             "the \"varlen\" attention of trees isn't compiled, as its calls are those of each batch's trees; choose "
             'model.set_attn_implementation("flex_attention")'
         )
-    kernel = None
-    if rules.window is None and sinks is None:
-        q, k, v = (heads_of(x) for x in (query, key, value))
-        kernel = chosen(q, k, v, rules, choice or KernelChoice())
+    if kernel is None and rules.window is None:
+        kernel = chosen(*_heads(query, key, value), rules, KernelChoice())
     out: torch.Tensor = _TreeAttention.apply(query, key, value, sinks, spans, rules, kernel)  # type: ignore[no-untyped-call]
     return out
+
+
+def _heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return heads_of(query), heads_of(key), heads_of(value)
 
 
 class _Parts(NamedTuple):
@@ -165,7 +169,7 @@ class _TreeAttention(torch.autograd.Function):
 
 def _by_segment(given: Qkv, parts: _Parts) -> rectangles.Partial:
     """Attend segment by segment; returns output and log-sum-exp, `[1, query_heads, tokens, ...]`."""
-    query, key, value = (heads_of(x) for x in given)
+    query, key, value = _heads(*given)
     wide = torch.promote_types(query.dtype, torch.float32)
     out = query.new_empty(*query.shape[:3], value.shape[3], dtype=wide)
     lse = query.new_empty(query.shape[:3], dtype=wide)
@@ -181,7 +185,7 @@ def _by_segment(given: Qkv, parts: _Parts) -> rectangles.Partial:
 
 def _back_by_segment(gradient: torch.Tensor, given: Qkv, merged: rectangles.Partial, parts: _Parts) -> Qkv:
     """Return the gradients of queries, keys and values, float32 or wider."""
-    query, key, value = (heads_of(x) for x in given)
+    query, key, value = _heads(*given)
     wide = torch.promote_types(query.dtype, torch.float32)
     found = Qkv(*(torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in given))
     by_query, by_key, by_value = (heads_of(x) for x in found)
