@@ -14,9 +14,10 @@ import varlen as vl
 from varlen.adapters.hf import model_inputs, use_varlen_attention
 from varlen.errors import ModelError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning"
-)  # of what imports Inductor first
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # of what imports Inductor first
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "varlen")
 VOCABULARY = 60
 
