@@ -27,6 +27,7 @@ class LayerRules(NamedTuple):
     is_causal: bool = (
         True  # if not, a token sees later ones too, with a window as far as earlier ones; whole packs
     )
+    chunk: int | None = None  # a token sees those of its own chunk of so many positions; trees
 
 
 def rules_of_call(
