@@ -11,21 +11,24 @@ call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from varlen.attention import rectangles, tiles
+from varlen.attention import rectangles, tiles, trees
 from varlen.attention.choice import KernelChoice, chosen
 from varlen.attention.kernels import Kernel, Lengths, Qkv, heads_of, tokens_of
 from varlen.attention.rectangles import Pair, Partial, joined
 from varlen.attention.rules import LayerRules, rules_of_call
+from varlen.attention.trees import TreeCall, kernel_of_trees
 from varlen.errors import ModelError
 from varlen.runtime.casting import lowered, uncast
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache, Slices, WholeDocuments, contiguous_tokens
 from varlen.runtime.mesh.shared_documents import Attended, Kept, OwnRows, Span
+from varlen.runtime.tree_slices import TreeSlice
 
 NAME = "varlen_slices"
 
@@ -74,7 +77,11 @@ def slice_attention(
             f"{name} passes dropout={rules.dropout}, which the attention of slices doesn't compute"
         )
     query, key, value = lowered(query), lowered(key), lowered(value)
-    slices = chunked(slices, width) if (width := chunk_width(module)) else slices
+    if width := chunk_width(module):
+        if of_trees(slices):
+            rules = rules._replace(chunk=width)
+        else:
+            slices = chunked(slices, width)
     with uncast(query):
         out = attend(query, key, value, slices, layer=layer, rules=rules, sinks=s_aux, choice=choice)
     return out.transpose(1, 2).contiguous(), None
@@ -96,7 +103,8 @@ def chunked(slices: Slices, width: int) -> list[CachedSlice | WholeDocuments]:
     """Cut slices where a layer's chunks begin: each chunk is a document of its own there, with its own cache."""
     if any(isinstance(piece, CachedSlice) and piece.own_rows is not None for piece in slices):
         raise refused_sharing(width)
-    return [part for piece in slices for part in _chunks(piece, width)]
+    whole = [piece for piece in slices if not isinstance(piece, TreeSlice)]
+    return [part for piece in whole for part in _chunks(piece, width)]
 
 
 def refused_sharing(width: int) -> ModelError:
@@ -151,9 +159,70 @@ def attend(
 
     Cost: the work of causal attention cut to the slices; memory linear in rows and tokens.
     """
+    if of_trees(slices):
+        kernel = kernel_of_trees(query, key, value, rules, choice or KernelChoice())
+        return _TreeSliceAttention.apply(query, key, value, sinks, slices, layer, rules, kernel)  # type: ignore[no-any-return, no-untyped-call]
     kernel = chosen(query, key, value, rules, choice or KernelChoice())
     call = Call(slices, layer, rules, kernel)
     return _SliceAttention.apply(query, key, value, sinks, call)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def of_trees(slices: Slices) -> bool:
+    """Return whether slices are of trees."""
+    return bool(slices) and isinstance(slices[0], TreeSlice)
+
+
+class _TreeSliceAttention(torch.autograd.Function):
+    """Attention of slices of trees; both passes write caches."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        slices: Sequence[TreeSlice],
+        layer: int,
+        rules: LayerRules,
+        kernel: Kernel | None,
+    ) -> torch.Tensor:
+        parts, row = [], 0
+        for piece in slices:
+            rows = slice(row, row + piece.rows)
+            row, pair = rows.stop, (key[:, :, rows], value[:, :, rows])
+            path = piece.path(layer)
+            parts.append(trees.forward(query[:, :, rows], pair, path, TreeCall(piece.spans, rules, kernel)))
+            piece.keep(layer, pair)
+        out, lse = joined([x for x, _ in parts]), torch.cat([x for _, x in parts], 2)
+        if sinks is not None:
+            out, lse = rectangles.with_sinks((out, lse), sinks)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
+        ctx.call = slices, layer, rules, kernel
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, out, lse, sinks = ctx.saved_tensors
+        slices, layer, rules, kernel = ctx.call
+        by_sinks = None
+        if ctx.needs_input_grad[3]:
+            by_sinks = rectangles.sinks_backward(gradient, (out, lse), sinks)
+        parts, row = [], query.shape[2]
+        for piece in reversed(slices):
+            rows = slice(row - piece.rows, row)
+            row = rows.start
+            merged, pair = (out[:, :, rows], lse[:, :, rows]), (key[:, :, rows], value[:, :, rows])
+            call, add = TreeCall(piece.spans, rules, kernel), partial(piece.add, layer)
+            given = (gradient[:, :, rows], query[:, :, rows], pair, piece.path(layer), merged)
+            found = trees.backward(*given, call, add)
+            piece.take(layer, (found[1], found[2]))
+            parts.append(found)
+        by_query, by_key, by_value = (joined(list(each)[::-1]) for each in zip(*parts))
+        dtype = query.dtype
+        return by_query.to(dtype), by_key.to(dtype), by_value.to(dtype), by_sinks, None, None, None, None
 
 
 class Call(NamedTuple):
@@ -174,7 +243,7 @@ class Call(NamedTuple):
         """Yield slices that are computed in one call: with a kernel, neighbours that begin their documents."""
         group: list[CachedSlice] = []
         for piece in self.slices:
-            if isinstance(piece, WholeDocuments):
+            if not isinstance(piece, CachedSlice):
                 continue
             if group and (self.kernel is None or self._is_apart(piece) or self._is_apart(group[0])):
                 yield group

@@ -23,11 +23,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from varlen.attention.kernels import on_device
 from varlen.cost.memory import LAYERS_ON_DEVICE, Saved
 from varlen.errors import PlanError
 from varlen.runtime.attention import chunk_width
 from varlen.runtime.casting import lowered, uncast, ungraphed
-from varlen.runtime.decoder import EMBEDDING, DecoderParts, Positions
+from varlen.runtime.decoder import EMBEDDING, DecoderParts, Positions, Targets
+from varlen.runtime.forest_inputs import StepForest
 from varlen.runtime.kv_cache import (
     CachedSlice,
     DocumentCache,
@@ -41,7 +43,10 @@ from varlen.runtime.kv_cache import (
 )
 from varlen.runtime.main_grads import add_product
 from varlen.runtime.mesh.shared_documents import Attended, SharedDocument, own_tokens, rows_of, with_idle_row
+from varlen.runtime.objective import Objective
+from varlen.runtime.tree_slices import TreeCache
 from varlen.step_plan import BACKWARD, FORWARD, WEIGHT, Offload, SliceKey, StepPlan
+from varlen.types import IntArray
 
 Leaf = tuple[torch.Tensor, torch.Tensor]  # input and output of a graph
 Event = tuple[Literal["gather", "release", "reduce"], int]  # a call of `Units`
@@ -94,6 +99,23 @@ class StepData:
     offsets: npt.NDArray[np.int64]  # int64 `[num_documents + 1]`: where documents begin
     scale: float = 1.0
     """Power of two by which gradients are multiplied until all are there: see `loss_scale`."""
+    forest: StepForest | None = None
+    """Where documents are trees: what tokens see, and their targets, of which `labels` and `weights` then are."""
+    objective: Objective | None = None
+    """A function of log-probabilities, in place of weights."""
+
+    def targets(self, key: SliceKey) -> tuple[Targets, IntArray]:
+        """Return what a MicroPack's rows predict, and which targets of the step these are."""
+        parts = [(int(self.offsets[d]) + start, int(self.offsets[d]) + stop) for d, start, stop in key]
+        if self.forest is None:
+            return Targets(self.rows(key, self.labels)), np.concatenate([np.arange(*part) for part in parts])
+        return self.forest.targets(parts, self.labels)
+
+    def weights_of(self, key: SliceKey, numbers: IntArray) -> torch.Tensor:
+        """Return the weights of a MicroPack's targets, of which `targets` gave the numbers."""
+        if self.forest is None:
+            return self.rows(key, self.weights)
+        return self.weights[on_device(torch.from_numpy(numbers), self.weights.device)]
 
     def rows(self, key: SliceKey, of: torch.Tensor) -> torch.Tensor:
         """Return the entries of a flat `[num_tokens]` that belong to a MicroPack's rows."""
@@ -201,6 +223,8 @@ class ChunkStep:
         self._whole = whole or {}
         self._rows_are_far = is_far and saved == "stage"
         self._documents: dict[int, _Document] = {}
+        self._caches: dict[int, TreeCache] = {}
+        """Of trees that aren't whole in one MicroPack."""
         self._graphs: dict[SliceKey, Leaf] = {}
         self._later = DeferredWeightGrads() if splits_backward else None
         self._waiting: dict[SliceKey, list[tuple[int, list[DeferredGrad]]]] = {}
@@ -246,13 +270,16 @@ class ChunkStep:
         """Compute losses, and release the documents that have run; no backward pass comes."""
         if self.has_head:
             own = own_tokens(key, self._shared)
-            labels, weights = (self._data.rows(own, of) for of in (self._data.labels, self._data.weights))
+            targets, numbers = self._data.targets(own)
             self.units.gather(self._parts.head_unit)
-            self._keep_losses(own, self._parts.head_losses(hidden, labels), weights)
+            losses = self._parts.head_losses(hidden, targets)
             self.units.release(self._parts.head_unit)
+            self.losses.append((losses * self._data.weights_of(own, numbers)).sum())
+            self._keep_losses(own, losses, numbers)
         for document, _, stop in self._held(key):
             if document < 0 or stop == self._length(document):
                 del self._documents[document]
+                self._caches.pop(document, None)
 
     def backward(self, key: SliceKey, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Run a MicroPack backward; return the gradient of what came in, None where ids did.
@@ -282,6 +309,7 @@ class ChunkStep:
         for document, start, _ in self._held(key):
             if start == 0:
                 del self._documents[document]
+                self._caches.pop(document, None)
         if not self.has_embedding:
             return gradient
         self._parts.embed_backward(
@@ -346,19 +374,34 @@ class ChunkStep:
 
     def _head(self, key: SliceKey, out: torch.Tensor) -> torch.Tensor:
         """Run norm, head and loss forward and backward; return the gradient of what came out of the last layer."""
-        key = own_tokens(key, self._shared)
-        labels, weights = (self._data.rows(key, of) for of in (self._data.labels, self._data.weights))
+        key, data = own_tokens(key, self._shared), self._data
+        targets, numbers = data.targets(key)
+        weights = data.weights_of(key, numbers) if data.objective is None else None
+
+        def weigh(losses: torch.Tensor, some: slice) -> torch.Tensor:
+            if weights is not None:
+                return weights[some] * data.scale
+            assert data.objective is not None
+            return data.objective.weights(losses, numbers[some]) * data.scale
+
         self.units.gather(self._parts.head_unit)
-        losses, gradient = self._parts.head_backward(out, labels, weights * self._data.scale)
+        losses, gradient = self._parts.head_backward(out, targets, weigh)
         self.units.release(self._parts.head_unit)
         self.units.reduce(self._parts.head_unit)
-        self._keep_losses(key, losses, weights)
+        if weights is not None:
+            self.losses.append((losses * weights).sum())
+        elif data.objective is not None and data.objective.values:
+            self.losses.append(torch.stack(data.objective.values).sum())
+            data.objective.values.clear()
+        self._keep_losses(key, losses, numbers)
         return gradient
 
-    def _keep_losses(self, key: SliceKey, losses: torch.Tensor, weights: torch.Tensor) -> None:
-        """Keep the losses of rows."""
-        self.losses.append((losses * weights).sum())
+    def _keep_losses(self, key: SliceKey, losses: torch.Tensor, numbers: IntArray) -> None:
+        """Keep the losses of targets, where asked for."""
         if self.token_losses is None:
+            return
+        if self._data.forest is not None:
+            self.token_losses[on_device(torch.from_numpy(numbers), losses.device)] = losses
             return
         row = 0
         for document, start, stop in key:
@@ -381,6 +424,8 @@ class ChunkStep:
 
     def _slices(self, key: SliceKey, kind: int) -> Slices:
         """Return a MicroPack's slices with the caches of their documents, which the first slice makes."""
+        if self._data.forest is not None:
+            return self._tree_slices(key, self._data.forest)
         held, slices = self._held(key), []
         for number, start, stop in held if kind == FORWARD else reversed(held):
             shared = self._shared.get(number)
@@ -402,6 +447,20 @@ class ChunkStep:
             return [WholeDocuments(lengths), *slices]
         if not any(piece.rows for piece in slices):
             slices.append(CachedSlice(cache=DocumentCache(1), start=0, stop=1))
+        return slices
+
+    def _tree_slices(self, key: SliceKey, forest: StepForest) -> Slices:
+        """Return a MicroPack's slices of trees; those that are whole in it are one."""
+        slices = []
+        for number, start, _ in self._held(key):
+            if number not in self._documents:
+                self._documents[number] = _Document(None)
+                if number >= 0:
+                    self._caches[number] = TreeCache(forest.trees[number].longest)
+            if number >= 0:
+                slices.append(forest.slice_of(number, start, self._caches[number]))
+            else:
+                slices.append(forest.whole([tree for tree, *_ in key if self._whole.get(tree) == ~number]))
         return slices
 
     def _out_of_turn(self, piece: tuple[int, int, int], kind: int) -> PlanError:

@@ -12,6 +12,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -64,10 +66,11 @@ class Vocabulary:
 
 
 class Logits(NamedTuple):
-    """What becomes of what the head gives: `z` is `factor * z`, and then `cap * tanh(z / cap)`."""
+    """What becomes of what the head gives, z: `factor * z`, then `cap * tanh(z / cap)`, then `z / temperature`."""
 
     factor: float = 1.0
     cap: float | None = None
+    temperature: float = 1.0
 
 
 AS_GIVEN = Logits()
@@ -90,6 +93,30 @@ class _Before:
         return key, value
 
 
+class Targets(NamedTuple):
+    """What rows predict."""
+
+    labels: torch.Tensor
+    """int64 `[targets]`: token ids; -100 where there is nothing to learn."""
+    rows: torch.Tensor | None = None
+    """int64 `[targets]`, rising: the row of each; None where target t is that of row t."""
+    offsets: npt.NDArray[np.int64] | None = None
+    """int64 `[rows + 1]`, in host memory: the targets of each row; None as well."""
+
+    def part(self, rows: slice) -> tuple[slice, Targets]:
+        """Return which targets some rows have, and these."""
+        if self.rows is None or self.offsets is None:
+            return rows, Targets(self.labels[rows])
+        last = min(rows.stop, len(self.offsets) - 1)
+        mine = slice(int(self.offsets[rows.start]), int(self.offsets[last]))
+        offsets = self.offsets[rows.start : last + 1] - mine.start
+        return mine, Targets(self.labels[mine], self.rows[mine] - rows.start, offsets)
+
+
+Weigh = Callable[[torch.Tensor, slice], torch.Tensor]
+"""Returns the weights of targets' losses in the step's, given these losses, and which targets of the MicroPack."""
+
+
 class _Softmax(NamedTuple):
     """The softmax of some rows over the vocabulary."""
 
@@ -97,7 +124,7 @@ class _Softmax(NamedTuple):
     exps: torch.Tensor  # `[rows, vocabulary]`: exp(z - max(z)), in float32 or wider
     totals: torch.Tensor  # `[rows]`: their sums
     slope: torch.Tensor | float  # of z by the logits
-    losses: torch.Tensor  # `[rows]`: cross-entropy, 0 without a label
+    losses: torch.Tensor  # `[targets]`: cross-entropy, 0 without a label
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,42 +281,48 @@ class DecoderParts:
         total.index_add_(0, input_ids, rows)
 
     def head_backward(
-        self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+        self, hidden: torch.Tensor, targets: Targets, weigh: Weigh
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run norm, head and loss forward and backward, some rows at a time, so that few logits are ever there.
 
         Args:
             hidden: `[1, rows, hidden]`, out of the last layer.
-            labels: int64 `[rows]`: the token after each; -100 where there is none to learn.
-            weights: `[rows]`: of each row's loss in that of the step; 0 where there is no label.
+            targets: of these rows.
+            weigh: gives the weight of each target's loss in that of the step; 0 where there is no label.
 
         Returns:
-            The cross-entropy of each row, `[rows]`, 0 without a label, and the gradient of `hidden`.
+            The cross-entropy of each target, 0 without a label, and the gradient of `hidden`.
         """
         # The slope of a cap takes one buffer more.
         at_once = HEAD_ROWS if self.logits.cap is None else HEAD_ROWS // 2
         by_hidden = torch.empty_like(hidden)
-        losses = weights.new_zeros(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        losses = hidden.new_zeros(
+            targets.labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32)
+        )
         for first in range(0, hidden.shape[1], at_once):
             rows = slice(first, first + at_once)
+            mine, its = targets.part(rows)
             part = hidden[0, rows].detach().requires_grad_()
             with torch.enable_grad():
                 normed = self.norm(part)
             with ungraphed(part):
-                losses[rows], by_normed = self._loss_backward(normed.detach(), labels[rows], weights[rows])
+                losses[mine], by_normed = self._loss_backward(normed.detach(), its, mine, weigh)
             with uncast(part):
                 normed.backward(by_normed.to(normed.dtype))
             assert part.grad is not None
             by_hidden[0, rows] = part.grad
         return losses, by_hidden
 
-    def head_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of each row, `[rows]`, as `head_backward`; computes no gradient."""
-        losses = hidden.new_zeros(labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    def head_losses(self, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
+        """Return the cross-entropy of each target, as `head_backward`; computes no gradient."""
+        losses = hidden.new_zeros(
+            targets.labels.shape, dtype=torch.promote_types(hidden.dtype, torch.float32)
+        )
         with ungraphed(hidden):
             for first in range(0, hidden.shape[1], HEAD_ROWS):
                 rows = slice(first, first + HEAD_ROWS)
-                losses[rows] = self._softmax(self._logits(self.norm(hidden[0, rows])), labels[rows]).losses
+                mine, its = targets.part(rows)
+                losses[mine] = self._softmax(self._logits(self.norm(hidden[0, rows])), its).losses
         return losses
 
     def _logits(self, normed: torch.Tensor) -> torch.Tensor:
@@ -301,9 +334,9 @@ class DecoderParts:
         logits: torch.Tensor = self.head(normed)
         return logits
 
-    def _softmax(self, logits: torch.Tensor, labels: torch.Tensor, *, has_slope: bool = False) -> _Softmax:
+    def _softmax(self, logits: torch.Tensor, targets: Targets, *, has_slope: bool = False) -> _Softmax:
         """Run the softmax over the vocabulary, in one float32 buffer."""
-        factor, cap = self.logits
+        factor, cap, temperature = self.logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         slope: torch.Tensor | float = factor
         if factor != 1:
@@ -312,30 +345,33 @@ class DecoderParts:
             wide.div_(cap).tanh_()
             slope = wide.square().neg_().add_(1).mul_(factor) if has_slope else factor
             wide *= cap
+        if temperature != 1:
+            wide /= temperature
+            slope = slope / temperature
         most = wide.amax(-1, keepdim=True)
         if self.vocabulary is not None:
             self.vocabulary.most(most)
         wide -= most
-        at, is_here = self._at(labels)
-        at_target = wide.gather(1, at)[:, 0]
+        at, is_here = self._at(targets.labels)
+        at_target = wide.gather(1, at[:, None])[:, 0] if targets.rows is None else wide[targets.rows, at]
         total = wide.exp_().sum(-1)
         if self.vocabulary is not None and is_here is not None:
-            sums = torch.stack([torch.where(is_here, at_target, 0.0), total])
+            sums = torch.cat([torch.where(is_here, at_target, 0.0), total])
             self.vocabulary.add(sums)
-            at_target, total = sums
-        losses = (total.log() - at_target) * (labels != IGNORED)
+            at_target, total = sums[: len(at_target)], sums[len(at_target) :]
+        of_rows = total.log() if targets.rows is None else total.log()[targets.rows]
+        losses = (of_rows - at_target) * (targets.labels != IGNORED)
         return _Softmax(logits, wide, total, slope, losses)
 
     def _at(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return where labels are among the logits of this rank, int64 `[rows, 1]`, and whether; None if all are."""
+        """Return where labels are among the logits of this rank, int64 `[targets]`, and whether; None if all are."""
         known = labels.clamp_min(0)
         if self.vocabulary is None:
-            return known[:, None], None
-        rows, is_here = self.vocabulary.rows_of(known, self.head.weight)
-        return rows[:, None], is_here
+            return known, None
+        return self.vocabulary.rows_of(known, self.head.weight)
 
     def _loss_backward(
-        self, normed: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+        self, normed: torch.Tensor, targets: Targets, which: slice, weigh: Weigh
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a chunk's losses and the gradient of the head's input, and add to the head's own; without a graph.
 
@@ -346,11 +382,16 @@ class DecoderParts:
         with nullcontext() if self.head_is_plain else torch.enable_grad():
             graph = self._logits(normed)
         given = graph.detach() if self.head_is_plain else graph.detach().clone()  # it is overwritten
-        logits, wide, total, slope, losses = self._softmax(given, labels, has_slope=True)
-        weights = weights.to(wide.dtype)
-        wide *= (weights / total)[:, None]
-        at, is_here = self._at(labels)
-        wide.scatter_add_(1, at, -(weights if is_here is None else weights * is_here)[:, None])
+        logits, wide, total, slope, losses = self._softmax(given, targets, has_slope=True)
+        weights = weigh(losses, which).to(wide.dtype)
+        at, is_here = self._at(targets.labels)
+        own = weights if is_here is None else weights * is_here
+        if targets.rows is None:
+            wide *= (weights / total)[:, None]
+            wide.scatter_add_(1, at[:, None], -own[:, None])
+        else:
+            wide *= (torch.zeros_like(total).index_add_(0, targets.rows, weights) / total)[:, None]
+            wide.index_put_((targets.rows, at), -own, accumulate=True)
         if self.logits != AS_GIVEN:
             wide *= slope
         if not self.head_is_plain:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -19,11 +20,13 @@ from varlen.arguments import as_count, in_words
 from varlen.attention.choice import KernelChoice
 from varlen.attention.kernels import Kernels
 from varlen.batch.packed import LossWeighting, PackedBatch
+from varlen.batch.tree_batch import TreeBatch
 from varlen.cost.memory import Saved
 from varlen.cost.states import Gathered
 from varlen.errors import PlanError, SettingError, VarlenError
 from varlen.plan.check import check_contents
 from varlen.plan.one_gpu import one_gpu_plan
+from varlen.runtime.chunk import StepData
 from varlen.runtime.clock import BytesMeter
 from varlen.runtime.decoder import (
     DecoderParts,
@@ -31,11 +34,13 @@ from varlen.runtime.decoder import (
     set_attention,
     without_checkpointing,
 )
-from varlen.runtime.inputs import StepInputs, lengths_of, means, step_inputs
+from varlen.runtime.forest_inputs import ForestInputs, check_rotary, occurrences_of_documents
+from varlen.runtime.inputs import StepInputs, forest_inputs, lengths_of, means, step_inputs
 from varlen.runtime.main_grads import local
 from varlen.runtime.masters import Masters
 from varlen.runtime.mesh.fsdp import is_sharded
 from varlen.runtime.mesh.rank import MeshRank, Totals, totals_of_one
+from varlen.runtime.objective import Function, Objective, Scope, check_scope, weights_of_step
 from varlen.runtime.probe import admit
 from varlen.runtime.split import check_layers, is_divided
 from varlen.runtime.stage_run import TaskRun
@@ -186,9 +191,12 @@ class SliceEngine:
 
     def step(
         self,
-        batch: PackedBatch,
+        batch: PackedBatch | TreeBatch,
         plan: StepPlan | None = None,
         *,
+        loss: Function | None = None,
+        scope: Scope = "step",
+        temperature: float = 1.0,
         document_losses: bool = False,
         meter: BytesMeter | None = None,
     ) -> StepStats:
@@ -202,6 +210,16 @@ class SliceEngine:
             batch: on any device; its segments are the documents, in order: those of the whole step, or of this
                 data-parallel rank alone where a loader with plans made it.
             plan: of `batch.document_lengths`; None for `batch.plan`, or slices of `slice_tokens` where it has none.
+                Always None of a TreeBatch.
+            loss: a function of log-probabilities and columns, `loss(log_probs, columns) -> scalar`, whose gradients
+                are computed in place of cross-entropy's. `log_probs` are float32 or wider, `[occurrences]`: of all
+                targets, rows in the order given, by rising positions. `columns` are tensors beside them: the batch's
+                columns, and `row`, `group`, `position` and `row_offsets`. The step's loss is the sum of what the
+                calls return, divided by nothing.
+            scope: what the function must see at once: "target" where it is a sum over occurrences, which costs
+                nothing; "group" where it is one over groups, "step" where it couples anything: these run the batch
+                forward once more.
+            temperature: logits are divided by it.
             document_losses: whether the loss of each document is wanted.
             meter: counts bytes task by task, by `varlen.runtime.clock.bytes_meter`; already entered.
 
@@ -209,11 +227,13 @@ class SliceEngine:
             DocumentsError: the batch has no target, or isn't packed.
             PlanError: a plan of other documents, one that leaves some out or can't be run, or other plans or batches
                 on other ranks.
-            SettingError: weights that don't add up over batches; gradients are off; or several GPUs, and no plan.
+            SettingError: weights that don't add up over batches; gradients are off; several GPUs, and no plan; or a
+                `loss` that returns no scalar, or one without a graph to its log-probabilities.
             WorkerDiedError: another process is gone, or failed; says which. The engine is closed then.
         """
         self._warn_of_sums()
-        inputs, run, totals = self._run(batch, plan, meter=meter, keeps_losses=document_losses)
+        wanted = None if loss is None and temperature == 1 else Wanted(loss, scope, temperature)
+        inputs, run, totals = self._run(batch, plan, meter=meter, keeps_losses=document_losses, wanted=wanted)
         if totals.num_targets == inputs.step_num_targets:
             first = next((g for p in self._learning() if (g := p.grad) is not None), None)
             self._of_whole_step = None if first is None else weakref.ref(first)
@@ -363,9 +383,10 @@ class SliceEngine:
 
     def _run(
         self,
-        batch: PackedBatch,
+        batch: PackedBatch | TreeBatch,
         plan: StepPlan | None,
         *,
+        wanted: Wanted | None = None,
         meter: BytesMeter | None = None,
         keeps_losses: bool,
         gives_tokens: bool = False,
@@ -383,6 +404,8 @@ class SliceEngine:
         prepared: StepInputs | VarlenError
         try:
             where = (Mesh(), 0) if rank is None else (rank.coordinate.mesh, rank.coordinate.replica)
+            if wanted is not None:
+                wanted.check(where[0])
             prepared = self._prepared(batch, plan, *where, is_forward_only=is_forward_only)
         except VarlenError as error:
             if rank is None:
@@ -397,16 +420,45 @@ class SliceEngine:
                     parts = DecoderParts.of(self.model, self.kernels)
                     check_layers(len(parts.layers), prepared.plan.mesh)
                     data = prepared.weighed(lambda _: None)
+                    value = None
+                    if wanted is not None:
+                        parts = replace(parts, logits=parts.logits._replace(temperature=wanted.temperature))
+                        data, value = self._aimed(batch, prepared.plan, parts, data, wanted)
                     run = run_stages(self.model, parts, data, prepared.plan, **settings)
+                    run = run if value is None else replace(run, loss=value)
                     totals = totals_of_one(prepared, run, gives_tokens=gives_tokens)
         finally:
             set_attention(self.model, before)
         assert isinstance(prepared, StepInputs)
         return prepared, run, totals
 
+    def _aimed(
+        self,
+        batch: PackedBatch | TreeBatch,
+        plan: StepPlan,
+        parts: DecoderParts,
+        data: StepData,
+        wanted: Wanted,
+    ) -> tuple[StepData, float | None]:
+        """Return the data with the weights of an objective, or with the objective; and the step's loss, if known."""
+        if wanted.function is None:
+            return data, None
+        if isinstance(batch, TreeBatch):
+            occurrences = ForestInputs(batch).occurrences(data.input_ids.device)
+        else:
+            occurrences = occurrences_of_documents(batch, data.labels)
+        if wanted.scope == "target":
+            return replace(data, objective=Objective(wanted.function, occurrences)), None
+        seen = run_stages(
+            self.model, parts, data, plan, keeps_losses=True, saved=self.saved, is_forward_only=True
+        )
+        assert seen.token_losses is not None
+        weights, value = weights_of_step(wanted.function, wanted.scope, seen.token_losses, occurrences)
+        return replace(data, weights=weights), value
+
     def _prepared(
         self,
-        batch: PackedBatch,
+        batch: PackedBatch | TreeBatch,
         plan: StepPlan | None,
         mesh: Mesh,
         replica: int,
@@ -418,6 +470,8 @@ class SliceEngine:
             check_grad()
         if self._masters is not None:
             self._masters.check(for_gradients=not is_forward_only)
+        if isinstance(batch, TreeBatch):
+            return self._prepared_trees(batch, plan, mesh)
         lengths = lengths_of(batch)
         plan = batch.plan if plan is None else plan
         if plan is None and mesh.num_gpus > 1:
@@ -455,6 +509,49 @@ class SliceEngine:
             self.weighting,
             vocabulary=self.model.config.get_text_config().vocab_size,
         )
+
+    def _prepared_trees(self, batch: TreeBatch, plan: StepPlan | None, mesh: Mesh) -> StepInputs:
+        """Check a step of trees; return its plan and tokens."""
+        if plan is not None:
+            raise PlanError("a step of trees makes its plan by itself; leave the plan out")
+        if mesh.num_gpus > 1:
+            raise SettingError(
+                f"a step of trees on {mesh.num_gpus:,} GPUs; trees run on one so far: pack the rows as documents "
+                "(vl.pack and vl.collate), or make an engine without a mesh"
+            )
+        if self.offload != "none":
+            raise SettingError(
+                f'offload="{self.offload}" keeps keys and values of documents in host memory, and a step of trees '
+                'keeps one path on the device; choose offload="none"'
+            )
+        config = self.model.config.get_text_config()
+        check_rotary(batch, config, type(self.model).__name__)
+        device = next(self.model.parameters()).device
+        return forest_inputs(batch, self.slice_tokens, self.recompute, device, config.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a step computes in place of the mean of its targets' losses."""
+
+    function: Function | None
+    scope: Scope
+    temperature: float
+
+    def check(self, mesh: Mesh) -> None:
+        """Refuse what isn't computed."""
+        check_scope(self.scope)
+        if self.function is not None and not callable(self.function):
+            raise SettingError(
+                f"loss={type(self.function).__name__}; it must be a function loss(log_probs, columns) -> scalar"
+            )
+        if not (isinstance(self.temperature, int | float) and 0 < self.temperature < math.inf):
+            raise SettingError(f"temperature={self.temperature!r}; it must be a number above 0")
+        if mesh.num_gpus > 1:
+            raise SettingError(
+                f"an objective on {mesh.num_gpus:,} GPUs; engines of one process compute them so far: make an engine "
+                "without a mesh"
+            )
 
 
 def _at_labels(batch: PackedBatch, of_rows: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,14 @@ import numpy.typing as npt
 import torch
 
 from varlen.batch.packed import LossWeighting, PackedBatch, on_host, target_weights
+from varlen.batch.tree_batch import TreeBatch
 from varlen.counts import many
 from varlen.errors import DocumentsError, PlanError, SettingError
+from varlen.plan.one_gpu import one_gpu_tree_plan
 from varlen.runtime.chunk import StepData, loss_scale
 from varlen.runtime.decoder import IGNORED
-from varlen.step_plan import StepPlan, spread
+from varlen.runtime.forest_inputs import ForestInputs
+from varlen.step_plan import Recompute, StepPlan, spread
 from varlen.types import FloatArray, Int32Array
 
 Sum = Callable[[torch.Tensor], None]
@@ -46,6 +49,8 @@ class StepInputs:
     """bool `[num_documents]`: the documents that this replica counts; one replica counts each."""
     document_ids: npt.NDArray[np.int64]
     """int64 `[num_documents]`: ids as in the batch; 0 for documents that this process doesn't hold."""
+    num_occurrences: int | None = None
+    """Targets of the rows that are folded to trees; None of documents."""
 
     def weighed(self, add: Sum) -> StepData:
         """Return the data with each target's weight in the step's loss.
@@ -89,6 +94,8 @@ class StepInputs:
     @property
     def num_targets(self) -> int:
         """Labels of the documents that this rank counts."""
+        if self.num_occurrences is not None:
+            return self.num_occurrences
         return int(self._by_document((self.data.labels != IGNORED).double())[self.own].sum())
 
     def _by_document(self, values: torch.Tensor) -> FloatArray:
@@ -161,6 +168,43 @@ def step_inputs(
         groups=None if batch.document_groups is None else on_host(batch.document_groups),
         own=spread_plan.first_ranks == replica,
         document_ids=numbers,
+    )
+
+
+def forest_inputs(
+    batch: TreeBatch, slice_tokens: int, recompute: Recompute, device: torch.device, vocabulary: int
+) -> StepInputs:
+    """Return the trees of a batch end to end, their plan, and the targets of each token.
+
+    Without an objective each occurrence weighs the same: a target weighs as many as it has.
+    """
+    if batch.num_targets == 0:
+        raise DocumentsError(f"none of {batch.num_tokens:,} tokens has a target; leave this batch out")
+    if batch.max_token_id >= vocabulary:
+        raise DocumentsError(
+            f"the batch holds token id {batch.max_token_id:,}, and the model knows 0 to {vocabulary - 1:,}; use the "
+            "tokenizer that the model was made with, or resize its embedding"
+        )
+    inputs = ForestInputs(batch)
+    plan = one_gpu_tree_plan(inputs.segments, slice_tokens, recompute=recompute)
+    _, ids, which = inputs.targets
+    counts = np.bincount(which, minlength=len(ids))
+    data = StepData(
+        input_ids=torch.from_numpy(inputs.input_ids).to(device),
+        labels=torch.from_numpy(ids).to(device),
+        weights=torch.from_numpy(counts / batch.step_num_targets).to(device),
+        offsets=inputs.offsets,
+        scale=loss_scale(plan, batch.step_num_targets),
+        forest=inputs.forest(plan),
+    )
+    return StepInputs(
+        plan=plan,
+        spread=plan,
+        data=data,
+        step_num_targets=batch.step_num_targets,
+        own=np.ones(len(plan.lengths), np.bool_),
+        document_ids=np.arange(len(plan.lengths)),
+        num_occurrences=batch.num_targets,
     )
 
 

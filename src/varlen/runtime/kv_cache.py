@@ -18,6 +18,7 @@ import torch
 from varlen.attention.rectangles import Pair
 from varlen.runtime.clock import in_host_memory
 from varlen.runtime.mesh.shared_documents import OwnRows, Ranges
+from varlen.runtime.tree_slices import TreeSlice
 
 FREE_SHARE: Final = 1 / 16
 """A buffer is copied into a smaller one once this share of it is free: all copies together are at most 15 times its
@@ -147,8 +148,9 @@ class WholeDocuments:
         return [(length, length) for length in self.lengths]
 
 
-Slices = Sequence[CachedSlice | WholeDocuments]
-"""The rows of a MicroPack, one after the other; whole documents, if there are some, come first, as one entry."""
+Slices = Sequence[CachedSlice | WholeDocuments | TreeSlice]
+"""The rows of a MicroPack, one after the other; whole documents, if there are some, come first, as one entry. All are
+of trees, or none is."""
 
 
 class RowStack:

@@ -21,12 +21,12 @@ from varlen.adapters.hf.model import (
     text_config,
     unwrap,
 )
-from varlen.attention.rules import rotary_limits
 from varlen.attention.trees import TreeSpans
 from varlen.batch.packed import on_host
 from varlen.batch.tree_batch import TreeBatch
 from varlen.batch.tree_masks import tree_block_mask
 from varlen.errors import ModelError
+from varlen.runtime.forest_inputs import check_rotary
 
 BY_INDEX = {
     "bloom": "adds a bias by the distance of tokens in their row (ALiBi)",
@@ -58,7 +58,7 @@ def check_trees(batch: TreeBatch, model: Any) -> None:
         raise ModelError(f"{name} {why}, and in a tree branches stand side by side; {_ROWS}")
     positions = on_host(batch.position_ids)
     check_size(batch, model, int(positions.max(initial=-1)) + 1)
-    _check_rotary(batch, config, name)
+    check_rotary(batch, config, name)
     if getattr(config, "attn_temperature_tuning", False) and hasattr(config, "floor_scale"):
         step, places = config.floor_scale, np.arange(positions.shape[1])
         wrong = (on_host(batch.forest_tokens) >= 0) & ((places + 1) // step != (positions + 1) // step)
@@ -67,20 +67,6 @@ def check_trees(batch: TreeBatch, model: Any) -> None:
                 f"{name} scales attention by a token's place in its row (attn_temperature_tuning, by steps of "
                 f"{step:,}), and {int(wrong.sum()):,} tokens of this batch stand beyond the step of their position; "
                 "pack with a smaller capacity, or set config.attn_temperature_tuning=False before the model is made"
-            )
-
-
-def _check_rotary(batch: TreeBatch, config: Any, name: str) -> None:
-    """Refuse rows on both sides of a length at which rotary frequencies change for the whole batch."""
-    lengths = on_host(batch.row_lengths)
-    for kind, limit in rotary_limits(config):
-        short, longer = int(((lengths <= limit) & (lengths > 1)).sum()), int((lengths > limit).sum())
-        if longer and short:
-            raise ModelError(
-                f"{name} chooses its rotary frequencies once per batch, by the longest row ({kind}): the batch has "
-                f"{short:,} rows of up to {limit:,} tokens, which alone have those of short ones, and {longer:,} "
-                "longer ones. Fold them apart, or give all rows the frequencies of long ones: "
-                'model.config.rope_parameters["original_max_position_embeddings"] = 1'
             )
 
 
