@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from varlen.feed.loader import PackedLoader
     from varlen.feed.sampler import PaddedSampler
     from varlen.feed.state import merge_states
+    from varlen.forest import Forest
     from varlen.pack.api import lower_bound, pack
     from varlen.pack.fold import fold
-    from varlen.pack.forest import Forest
     from varlen.pack.score import Score, score
     from varlen.pack.trees import pack_forest
     from varlen.pack.window import WindowPacker
@@ -58,7 +58,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "CostModel": "varlen.cost.model",
-    "Forest": "varlen.pack.forest",
+    "Forest": "varlen.forest",
     "Hardware": "varlen.cost.hardware",
     "Ledger": "varlen.types",
     "Mesh": "varlen.step_plan",

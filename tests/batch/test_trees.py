@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.oracles import batch as oracle
 from tests.support.forests import rows_with_prefixes
 from tests.support.rarely import examples
 from torch.nn.attention.flex_attention import create_mask
 
 import varlen as vl
-from varlen.batch import tree_masks
+from varlen.attention import tree_masks
+from varlen.batch import trees
 from varlen.batch.packed import on_host
 from varlen.errors import DocumentsError, SettingError, VarlenError
 
@@ -68,6 +70,23 @@ def test_each_token_sees_its_rows_and_each_occurrence_is_in_one_batch(rows, extr
         found += order
     wanted = [(r, p) for r, row in enumerate(rows) for p in range(1, len(row)) if mask[r][p]]
     assert sorted(found) == wanted
+
+
+@given(rows=rows_with_prefixes(), extra=st.integers(0, 5), layout=st.sampled_from(["rows", "flat"]))
+@examples(30)
+def test_the_kernel_is_its_reference(rows, extra, layout):
+    assume(any(rows))
+    forest = vl.fold(rows)
+    packing = vl.pack_forest(forest, max(map(len, rows)) + extra)
+    found = vl.collate(forest, packing, layout=layout)
+    real = trees.kernels
+    try:
+        trees.kernels = oracle
+        wanted = vl.collate(forest, packing, layout=layout)
+    finally:
+        trees.kernels = real
+    for name in ("input_ids", "position_ids", "subtree_end", "forest_tokens"):
+        assert (getattr(found, name) == getattr(wanted, name)).all(), name
 
 
 @given(rows=rows_with_prefixes(), extra=st.integers(0, 5), layout=st.sampled_from(["rows", "flat"]))

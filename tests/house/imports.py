@@ -25,7 +25,7 @@ FLOORS = (
         "model_families",
         "parsed",
     },
-    {"step_plan", "workers"},
+    {"step_plan", "workers", "forest", "ragged"},
     {"files", "pack", "batch", "cost"},
     {"text"},
     {"documents"},

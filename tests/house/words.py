@@ -51,7 +51,7 @@ def what_users_call_explains_its_arguments(root: Path) -> list[str]:
     for source in python_files(root, "src"):
         for name, node in _public(source.tree):
             is_public = (name.split(".")[0], ".".join(source.module)) in face
-            if isinstance(node, ast.ClassDef) or not is_public:
+            if isinstance(node, ast.ClassDef) or not is_public or _is_overload(node):
                 continue
             explained = _sections(ast.get_docstring(node) or "").get("Args", "")
             missing = [a for a in _argument_names(node) if not re.search(rf"\b{a}\b", explained)]
@@ -59,6 +59,11 @@ def what_users_call_explains_its_arguments(root: Path) -> list[str]:
                 where = f"{source.path}:{node.lineno}"
                 found.append(f"{where}: the docstring of {name} explains no {', '.join(missing)} under Args")
     return found
+
+
+def _is_overload(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function only declares types for one that follows, which explains its arguments."""
+    return any(ast.unparse(each) == "overload" for each in node.decorator_list)
 
 
 def _public_names(root: Path) -> set[tuple[str, str]]:

@@ -170,3 +170,20 @@ def plain_batch(
         return wrong
     rows = 2 if multiple > 1 else 1
     return True, wide, narrow, bounds[:rows], block, targets, longest, shortest, largest
+
+
+def lay_trees(
+    token_ids: Int32, positions: Int32, ends: Int32, segment_offsets: Int64, parents: Int32, begins: Int64,
+    sizes: Int64, prefixes: Int64, bases: Int64, segment_of: Int64, width: int, input_ids: Int32,
+    position_ids: Int32, subtree_end: Int32, forest_tokens: Int32,
+) -> None:  # fmt: skip
+    """Write each piece of a tree after the tokens that it repeats: those that its first token sees."""
+    for begin, size, prefix, base in zip(begins, sizes, prefixes, bases):
+        before = [k for k in range(begin) if begin < ends[k]]
+        assert len(before) == prefix
+        tokens = [*before, *range(begin, begin + size)]
+        for at, token in enumerate(tokens):
+            behind = [place for place, other in enumerate(tokens) if token <= other < ends[token]]
+            input_ids[base + at], position_ids[base + at] = token_ids[token], positions[token]
+            subtree_end[base + at] = base % width + behind[-1] + 1
+            forest_tokens[base + at] = token

@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.oracles import fold as oracle
+from tests.oracles import pack_fold as oracle
 from tests.support.forests import rows_with_prefixes, split
 from tests.support.rarely import examples
 
 import varlen as vl
 from varlen import jit
 from varlen.errors import DocumentsError, SettingError
+from varlen.pack import kernels_fold
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
@@ -68,6 +69,44 @@ def check_segments(forest: vl.Forest) -> None:
     followed = parents[parents >= 0]
     assert all((followed == one).sum() >= 2 for one in set(followed.tolist()))
     assert (forest.tree_offsets == [*offsets[:-1][parents < 0], forest.num_tokens]).all()
+
+
+@given(rows=rows_with_prefixes(), data=st.data())
+@examples(40)
+def test_kernels_are_their_references(rows, data):
+    """Each on what the kernel before it made."""
+    ids = np.array([token for row in rows for token in row], np.int32)
+    offsets = np.cumsum([0, *map(len, rows)])
+    identity = np.array(
+        data.draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids))), np.uint8
+    )[:, None]
+    groups = np.array(
+        data.draw(st.lists(st.integers(0, 1), min_size=len(rows), max_size=len(rows))), np.int64
+    )
+    made = {}
+    for name, module in (("kernel", kernels_fold), ("oracle", oracle)):
+        segments, last = np.zeros((2 * len(rows), 6), np.int64), np.zeros(len(rows), np.int32)
+        table = np.full(1 << 8, -1, np.int32)
+        count = module.grow(ids, identity, offsets, groups, table, segments, last)
+        segments, order = segments[:count], np.zeros(count, np.int64)
+        by_first = np.argsort(segments[:, kernels_fold.FIRST], kind="stable")
+        if count:
+            module.depth_first(segments, by_first, order)
+        number = np.full(count + 1, -1, np.int32)
+        number[order] = np.arange(count)
+        row, start, stop, parent, *_ = segments[order].T
+        parents, bounds = number[np.maximum(parent, -1)], np.concatenate([[0], np.cumsum(stop - start)])
+        depths = np.zeros(count, np.int32)
+        tokens = [np.zeros(bounds[-1], np.int32) for _ in range(3)]
+        starts = np.ascontiguousarray(start)
+        module.write_tokens(ids, offsets[row], starts, bounds, parents, depths, *tokens)
+        places, targets = np.zeros(len(ids), np.int32), np.zeros(len(ids), np.int64)
+        module.write_places(offsets, number[last], starts, bounds, parents, places)
+        masks = [identity[:, 0].copy(), np.zeros(0, np.uint8)]
+        found = [module.find_targets(offsets, mask, targets) for mask in masks]
+        made[name] = [segments, last, order, depths, *tokens, places, targets, found]
+    for ours, theirs in zip(made["kernel"], made["oracle"]):
+        assert np.array_equal(ours, theirs)
 
 
 @given(rows=rows_with_prefixes(), data=st.data())

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from varlen.errors import ModelError
+from varlen.types import IntArray
 
 NOT_COMPUTED = ("position_bias", "sinks", "indices", "block_indices")
 """Arguments of some families that change which keys are attended to or how much, and that no kernel here computes."""
@@ -89,3 +90,23 @@ def rotary_limits(config: Any) -> list[tuple[str, int]]:
         elif "dynamic" in kind:
             found.append((kind, getattr(config, "max_position_embeddings", None)))
     return [(kind, int(limit)) for kind, limit in found if limit]
+
+
+def check_rotary(row_lengths: IntArray, config: Any, name: str) -> None:
+    """Refuse rows of trees on both sides of a length at which rotary frequencies change for the whole batch.
+
+    Args:
+        row_lengths: int64 `[rows]`.
+        config: of the text.
+        name: of the model's class, for messages.
+    """
+    for kind, limit in rotary_limits(config):
+        short = int(((row_lengths <= limit) & (row_lengths > 1)).sum())
+        longer = int((row_lengths > limit).sum())
+        if longer and short:
+            raise ModelError(
+                f"{name} chooses its rotary frequencies once per batch, by the longest row ({kind}): the batch has "
+                f"{short:,} rows of up to {limit:,} tokens, which alone have those of short ones, and {longer:,} "
+                "longer ones. Fold them apart, or give all rows the frequencies of long ones: "
+                'model.config.rope_parameters["original_max_position_embeddings"] = 1'
+            )

@@ -35,7 +35,7 @@ from varlen.batch.packed import (
 from varlen.batch.tree_batch import TreeBatch
 from varlen.batch.trees import collate_trees
 from varlen.errors import DocumentsError, OutputBufferError, SettingError
-from varlen.pack.forest import Forest
+from varlen.forest import Forest
 from varlen.ragged import Documents, as_flat, as_ragged, check_integers, is_flat, refuse_negative
 from varlen.types import IntArray, Packing, as_packing
 

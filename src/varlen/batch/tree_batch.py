@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from varlen.batch.packed import Array, Layout, as_tensor, check_window, on_host
+from varlen.batch.packed import Array, Layout, as_tensor, check_window, import_torch, on_host
 from varlen.errors import NoSuchArrayError, SettingError
 from varlen.types import IntArray
 
@@ -181,9 +181,7 @@ def visible(subtree_end: Any, position_ids: Any, sliding_window: int | None, chu
     if isinstance(subtree_end, np.ndarray):
         columns: Any = np.arange(width)
     else:
-        import torch
-
-        columns = torch.arange(width, device=subtree_end.device)
+        columns = import_torch().arange(width, device=subtree_end.device)
     mask = (columns[None, :] <= columns[:, None])[None] & (columns[:, None] < subtree_end[:, None, :])
     queries, keys = position_ids[:, :, None], position_ids[:, None, :]
     if sliding_window is not None:

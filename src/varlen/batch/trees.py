@@ -12,7 +12,7 @@ from varlen.batch.layout import as_number, as_pack_ids, check_layout
 from varlen.batch.packed import Layout
 from varlen.batch.tree_batch import TreeBatch
 from varlen.errors import DocumentsError, SettingError
-from varlen.pack.forest import Forest
+from varlen.forest import Forest
 from varlen.types import IntArray, Packing
 
 
@@ -42,6 +42,19 @@ def collate_trees(
             "already; pass them to vl.fold(rows, columns=..., loss_mask=...)"
         )
     wanted = np.arange(packing.num_packs) if pack_ids is None else as_pack_ids(pack_ids)
+    return _filled(forest, packing, wanted, layout, pad, multiple, step)
+
+
+def _filled(
+    forest: Forest,
+    packing: Packing,
+    wanted: IntArray,
+    layout: Layout,
+    pad: int,
+    multiple: int,
+    step: int | None,
+) -> TreeBatch:
+    """Fill the arrays."""
     pieces, counts = _pieces_of(packing, wanted)
     begins = forest.tree_offsets[packing.document_ids[pieces]] + packing.starts[pieces]
     sizes = (packing.stops[pieces] - packing.starts[pieces]).astype(np.int64)

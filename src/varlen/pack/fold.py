@@ -11,8 +11,8 @@ import numpy.typing as npt
 from varlen import jit
 from varlen.arguments import LARGEST
 from varlen.errors import DocumentsError, SettingError
+from varlen.forest import Forest, ForestLedger
 from varlen.pack import kernels_fold as kernels
-from varlen.pack.forest import Forest, ForestLedger
 from varlen.ragged import Documents, Joined, as_whole, is_flat, join
 from varlen.types import Int32Array, IntArray
 

@@ -129,6 +129,8 @@ def grow(
                 )  # fmt: skip
                 count += 1
                 segments[head, CHILDREN] = 1
+                if segments[head, PARENT] >= 0:  # it takes the place of the one that is split
+                    segments[segments[head, PARENT], CHILDREN] -= 1
                 table[slot] = head
                 segments[found, START], segments[found, PARENT] = at, head
                 table[_find(table, segments, ids, identity, offsets, head, other + at)] = found

@@ -9,8 +9,8 @@ import numpy as np
 
 from varlen.arguments import LARGEST, as_choice, as_count, as_seed
 from varlen.errors import LedgerError, SettingError
+from varlen.forest import Forest, as_forest
 from varlen.pack.api import DEFAULT_WORK, as_work, assign
-from varlen.pack.forest import Forest, as_forest
 from varlen.pack.pieces import Items, arrange, audit, audit_cuts, check_fit, checksum
 from varlen.types import FloatArray, Int32Array, IntArray, Ledger, Method, Packing
 
@@ -47,6 +47,7 @@ def pack_forest(
     Raises:
         OverlongDocumentError: a row is longer than a pack.
         SettingError: a method that keeps no trees whole, or a number out of its range.
+        LedgerError: tokens are missing or stand twice; a bug in varlen.
 
     Cost: that of `vl.pack`, and O(rows log rows) for trees that are cut.
 

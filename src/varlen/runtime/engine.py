@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from varlen.arguments import as_count, in_words
 from varlen.attention.choice import KernelChoice
 from varlen.attention.kernels import Kernels
-from varlen.batch.packed import LossWeighting, PackedBatch
+from varlen.attention.rules import check_rotary
+from varlen.batch.packed import LossWeighting, PackedBatch, on_host
 from varlen.batch.tree_batch import TreeBatch
 from varlen.cost.memory import Saved
 from varlen.cost.states import Gathered
@@ -34,7 +35,7 @@ from varlen.runtime.decoder import (
     set_attention,
     without_checkpointing,
 )
-from varlen.runtime.forest_inputs import ForestInputs, check_rotary, occurrences_of_documents
+from varlen.runtime.forest_inputs import ForestInputs, occurrences_of_documents
 from varlen.runtime.inputs import StepInputs, forest_inputs, lengths_of, means, step_inputs
 from varlen.runtime.main_grads import local
 from varlen.runtime.masters import Masters
@@ -525,7 +526,7 @@ class SliceEngine:
                 'keeps one path on the device; choose offload="none"'
             )
         config = self.model.config.get_text_config()
-        check_rotary(batch, config, type(self.model).__name__)
+        check_rotary(on_host(batch.row_lengths), config, type(self.model).__name__)
         device = next(self.model.parameters()).device
         return forest_inputs(batch, self.slice_tokens, self.recompute, device, config.vocab_size)
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 
 from varlen.attention.kernels import on_device
-from varlen.attention.rules import rotary_limits
 from varlen.batch.packed import PackedBatch, on_host
 from varlen.batch.tree_batch import TreeBatch, TreeSegments, segments_of
-from varlen.errors import ModelError
 from varlen.runtime.decoder import IGNORED, Targets
 from varlen.runtime.objective import Occurrences
 from varlen.runtime.tree_slices import Tree, TreeCache, TreeSlice, joined_trees
@@ -158,17 +155,3 @@ def occurrences_of_documents(batch: PackedBatch, labels: torch.Tensor) -> Occurr
     held |= {"row": rows, "group": groups[rows], "position": targets + 1 - offsets[rows]}
     columns = {name: torch.as_tensor(column).to(labels.device) for name, column in held.items()}
     return Occurrences(targets, columns, len(labels))
-
-
-def check_rotary(batch: TreeBatch, config: Any, name: str) -> None:
-    """Refuse rows on both sides of a length at which rotary frequencies change for the whole batch."""
-    lengths = on_host(batch.row_lengths)
-    for kind, limit in rotary_limits(config):
-        short, longer = int(((lengths <= limit) & (lengths > 1)).sum()), int((lengths > limit).sum())
-        if longer and short:
-            raise ModelError(
-                f"{name} chooses its rotary frequencies once per batch, by the longest row ({kind}): the batch has "
-                f"{short:,} rows of up to {limit:,} tokens, which alone have those of short ones, and {longer:,} "
-                "longer ones. Fold them apart, or give all rows the frequencies of long ones: "
-                'model.config.rope_parameters["original_max_position_embeddings"] = 1'
-            )

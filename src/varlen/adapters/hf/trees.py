@@ -21,12 +21,12 @@ from varlen.adapters.hf.model import (
     text_config,
     unwrap,
 )
+from varlen.attention.rules import check_rotary
+from varlen.attention.tree_masks import tree_block_mask
 from varlen.attention.trees import TreeSpans
 from varlen.batch.packed import on_host
 from varlen.batch.tree_batch import TreeBatch
-from varlen.batch.tree_masks import tree_block_mask
 from varlen.errors import ModelError
-from varlen.runtime.forest_inputs import check_rotary
 
 BY_INDEX = {
     "bloom": "adds a bias by the distance of tokens in their row (ALiBi)",
@@ -58,7 +58,7 @@ def check_trees(batch: TreeBatch, model: Any) -> None:
         raise ModelError(f"{name} {why}, and in a tree branches stand side by side; {_ROWS}")
     positions = on_host(batch.position_ids)
     check_size(batch, model, int(positions.max(initial=-1)) + 1)
-    check_rotary(batch, config, name)
+    check_rotary(on_host(batch.row_lengths), config, name)
     if getattr(config, "attn_temperature_tuning", False) and hasattr(config, "floor_scale"):
         step, places = config.floor_scale, np.arange(positions.shape[1])
         wrong = (on_host(batch.forest_tokens) >= 0) & ((places + 1) // step != (positions + 1) // step)
