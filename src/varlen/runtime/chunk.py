@@ -401,7 +401,8 @@ class ChunkStep:
         if self.token_losses is None:
             return
         if self._data.forest is not None:
-            self.token_losses[on_device(torch.from_numpy(numbers), losses.device)] = losses
+            at = on_device(torch.from_numpy(numbers), losses.device)
+            self.token_losses[at] = losses.to(self.token_losses.dtype)
             return
         row = 0
         for document, start, stop in key:

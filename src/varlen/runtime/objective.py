@@ -115,7 +115,7 @@ def called(
             "or item()?); compute it of them by torch's functions"
         )
     try:
-        (gradient,) = torch.autograd.grad(value.reshape(()), leaf, allow_unused=True)
+        (gradient,) = torch.autograd.grad(value, leaf, torch.ones_like(value), allow_unused=True)
     except RuntimeError as error:
         raise SettingError(f"the objective {name} can't be differentiated: {described(error)}") from error
     if gradient is None:
