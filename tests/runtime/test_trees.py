@@ -5,9 +5,8 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.adapters.hf.test_trees import agents, row_by_row
 from tests.support import tiny_families
-from tests.support.forests import rows_with_prefixes
+from tests.support.forests import agents, row_by_row, rows_with_prefixes
 from tests.support.rarely import examples, mostly
 from tests.support.tiny_families import SETTINGS, Wide
 

@@ -2,11 +2,11 @@
 
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from tests.support import tiny_families
+from tests.support.forests import VOCABULARY, agents, row_by_row
 from tests.support.rarely import mostly
 from tests.support.tiny_families import SETTINGS, Wide
 
@@ -19,33 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
 ]
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "varlen")
-VOCABULARY = 60
-
-
-def agents(seed=3, rollouts=3, turns=3):
-    """A row for each turn of rollouts that begin alike and rewrite their history; one twice, a prefix, one token."""
-    rng = np.random.default_rng(seed)
-    system = rng.integers(0, VOCABULARY, 9).tolist()
-    rows = []
-    for _ in range(rollouts):
-        history = list(system)
-        for _ in range(turns):
-            said = rng.integers(0, VOCABULARY, int(rng.integers(1, 6))).tolist()
-            rows.append(history + said)
-            kept = said if rng.random() > 0.4 else said[len(said) // 2 :]
-            history = history + kept + rng.integers(0, VOCABULARY, int(rng.integers(1, 4))).tolist()
-    rows += [rows[0], [5], rows[1][:5]]
-    return rows, [[int(rng.random() > 0.3) for _ in row] for row in rows]
-
-
-def row_by_row(model, rows, masks):
-    """Log-probabilities of all targets, of every row alone."""
-    found = []
-    for row, mask in zip(rows, masks):
-        at = [position for position in range(1, len(row)) if mask[position]]
-        logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0]
-        found.append(torch.log_softmax(logits, -1)[[p - 1 for p in at], [row[p] for p in at]])
-    return torch.cat(found)
 
 
 def gradients(model, log_probs):
