@@ -93,14 +93,10 @@ class MicroPacks:
     """int32 `[num_slices]`."""
     stops: Int32Array
     """int32 `[num_slices]`: above `starts`."""
-    parents: Int32Array | None = None
-    """int32 `[num_slices]` of the forward pass where documents are trees: the slice that each continues, -1 for none.
-    None of documents, whose slices continue each other."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if (value := getattr(self, field.name)) is not None:
-                value.flags.writeable = False
+            getattr(self, field.name).flags.writeable = False
 
     __reduce__ = rebuilt  # arrays are read-only in another process too
 

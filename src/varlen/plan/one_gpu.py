@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -64,11 +63,14 @@ def one_gpu_plan(
 
 def one_gpu_tree_plan(
     trees: Sequence[TreeSegments], slice_tokens: int, *, recompute: Recompute = "full"
-) -> StepPlan:
+) -> tuple[StepPlan, list[int]]:
     """Plan a step of trees whose MicroPacks hold at most `slice_tokens` tokens.
 
     Longer trees are cut into slices that run depth first, each backward after those behind it; shorter ones are
     packed. So the device holds one MicroPack's activations, and what one path keeps.
+
+    Returns:
+        The plan, whose documents are the trees, and for each forward slice the one that it continues, -1 for none.
     """
     slice_tokens = as_count(slice_tokens, "slice_tokens")
     lengths = np.array([int(each.ends.max(initial=0)) for each in trees], np.int32)
@@ -96,11 +98,11 @@ def one_gpu_tree_plan(
         backward.append(pieces)
         parents += [-1] * len(pieces)
         tasks += [FORWARD, BACKWARD]
-    return StepPlan(
+    plan = StepPlan(
         lengths=lengths,
         first_ranks=np.where(lengths > 0, 0, -1).astype(np.int32),
         num_ranks=np.ones(len(lengths), np.int32),
-        forward=replace(micropacks_of_pieces(forward), parents=np.array(parents, np.int32)),
+        forward=micropacks_of_pieces(forward),
         backward=micropacks_of_pieces(backward),
         tasks=np.array(tasks, np.uint8),
         task_offsets=np.array([0, len(tasks)], np.int32),
@@ -109,6 +111,7 @@ def one_gpu_tree_plan(
         recompute=recompute,
         answered_by=f"slices of trees of up to {slice_tokens:,} tokens",
     )
+    return plan, parents
 
 
 def cut_tree(tree: TreeSegments, slice_tokens: int) -> list[tuple[int, int, int]]:

@@ -186,7 +186,7 @@ def forest_inputs(
             "tokenizer that the model was made with, or resize its embedding"
         )
     inputs = ForestInputs(batch)
-    plan = one_gpu_tree_plan(inputs.segments, slice_tokens, recompute=recompute)
+    plan, _ = one_gpu_tree_plan(inputs.segments, slice_tokens, recompute=recompute)
     _, ids, which = inputs.targets
     counts = np.bincount(which, minlength=len(ids))
     data = StepData(
