@@ -22,7 +22,7 @@ from varlen.model_families import FAMILIES
 from varlen.runtime import casting
 from varlen.runtime.attention import slice_attention
 from varlen.runtime.clock import TrackedBytes
-from varlen.runtime.decoder import HEAD_ROWS, DecoderParts, Logits
+from varlen.runtime.decoder import HEAD_ROWS, DecoderParts, Logits, Targets
 from varlen.runtime.kv_cache import CachedSlice, DocumentCache
 from varlen.runtime.step import run_step
 from varlen.step_plan import StepPlan
@@ -156,7 +156,7 @@ def test_logits_are_multiplied_and_then_capped_in_both_passes():
     by_head = parts.head.weight.grad
     parts.head.weight.grad = None
 
-    losses, gradient = parts.head_backward(hidden.detach(), labels, weights)
+    losses, gradient = parts.head_backward(hidden.detach(), Targets(labels), lambda _, some: weights[some])
 
     torch.testing.assert_close(losses, wanted.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close(gradient, hidden.grad, rtol=1e-7, atol=1e-12)  # the norm is in float32
@@ -168,7 +168,12 @@ def test_few_logits_are_there_at_once_whatever_becomes_of_them(name, rows):
     model, length, vocabulary = family(name, torch.float32, vocab_size=2048), 3 * HEAD_ROWS, 2048
     model.train(False)
     parts = DecoderParts.of(model)
-    given = (torch.zeros(1, length, 32), torch.zeros(length, dtype=torch.long), torch.ones(length))
+    weights = torch.ones(length)
+    given = (
+        torch.zeros(1, length, 32),
+        Targets(torch.zeros(length, dtype=torch.long)),
+        lambda _, some: weights[some],
+    )
     parts.head_backward(*given)
 
     with TrackedBytes() as meter:

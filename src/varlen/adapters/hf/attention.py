@@ -123,7 +123,7 @@ def varlen_attention(
     if tree_spans is not None:
         out = attend_in_trees(*flat, spans=tree_spans, rules=rules, sinks=s_aux)
     else:
-        ends = _checked_boundaries(rows * width, cu_seq_lens_q)
+        ends = _checked_boundaries(rows, width, cu_seq_lens_q)
         if torch.compiler.is_compiling():
             longest = rows * width if max_length_q is None else max_length_q
             out = attend_opaquely(*flat, ends=ends, longest=longest, rules=rules, sinks=s_aux)
@@ -147,7 +147,7 @@ def _check_call(query: torch.Tensor, key: torch.Tensor, attention_mask: Any) -> 
         )
 
 
-def _checked_boundaries(tokens: int, cu_seq_lens_q: torch.Tensor | None) -> torch.Tensor:
+def _checked_boundaries(rows: int, width: int, cu_seq_lens_q: torch.Tensor | None) -> torch.Tensor:
     if cu_seq_lens_q is None:
         raise ModelError(
             f'the "{NAME}" attention was called without boundaries (cu_seq_lens_q), so documents would '
@@ -157,9 +157,9 @@ def _checked_boundaries(tokens: int, cu_seq_lens_q: torch.Tensor | None) -> torc
         )
     # On a GPU, reading the end would wait for the device in every layer; compiled, it would end the graph.
     is_read = cu_seq_lens_q.device.type == "cpu" and not torch.compiler.is_compiling()
-    if is_read and int(cu_seq_lens_q[-1]) != tokens:
+    if is_read and int(cu_seq_lens_q[-1]) != rows * width:
         raise ModelError(
-            f"the boundaries end at token {int(cu_seq_lens_q[-1]):,}, but the batch has {tokens:,} "
+            f"the boundaries end at token {int(cu_seq_lens_q[-1]):,}, but the batch has {rows:,} x {width:,} "
             "tokens; padding needs segments of its own, as in PackedBatch.cu_seqlens"
         )
     return cu_seq_lens_q
