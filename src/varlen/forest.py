@@ -61,7 +61,7 @@ class Forest:
     subtree_end: Int32Array
     """int32 `[tokens]`: one past the last token that continues it."""
     segment_offsets: IntArray
-    """int64 `[segments + 1]`: segment s is the tokens `segment_offsets[s]:segment_offsets[s + 1]`."""
+    """int64 `[segments + 1]`: segment s is the tokens from `segment_offsets[s]` up to `segment_offsets[s + 1]`."""
     segment_parents: Int32Array
     """int32 `[segments]`: the segment that it continues, -1 for the first of a tree."""
     segment_depths: Int32Array
@@ -120,7 +120,7 @@ class Forest:
 
     @property
     def tree_offsets(self) -> IntArray:
-        """int64 `[trees + 1]`: tree t is the tokens `tree_offsets[t]:tree_offsets[t + 1]`."""
+        """int64 `[trees + 1]`: tree t is the tokens from `tree_offsets[t]` up to `tree_offsets[t + 1]`."""
         begins = self.segment_offsets[:-1][self.segment_parents < 0]
         return np.append(begins, self.num_tokens)
 
