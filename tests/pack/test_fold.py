@@ -207,6 +207,24 @@ def test_a_forest_is_read_only_here_and_in_another_process():
     assert repr(forest) == "Forest(2 rows in 1 trees, 4 tokens folded to 3, 1.33x fewer, 2 targets)"
 
 
+def test_a_value_for_each_row_stays_so_where_there_are_as_many_tokens():
+    for per_row in ([0.5, 0.7, 0.9], np.array([0.5, 0.7, 0.9]), pa.array([0.5, 0.7, 0.9])):
+        forest = vl.fold([[1, 2, 3], [], []], columns={"a": per_row}, loss_mask=[1, 0, 0])
+        assert forest.columns["a"].tolist() == [0.5, 0.5]
+    flat = vl.fold((np.arange(3), np.array([0, 3, 3, 3])), columns={"a": np.array([0.5, 0.7, 0.9])})
+    assert flat.columns["a"].tolist() == [0.7, 0.9]
+
+
+def test_columns_of_any_byte_order_empty_rows_among_wide_ones_and_names_from_a_generator():
+    wide = [[], np.array([[1, 2], [3, 4]]), torch.zeros(0, 2)]
+    swapped = np.array([5, 6, 7], ">i4")
+    forest = vl.fold([[], [1, 2], []], {"wide": wide, "swapped": swapped}, identity=iter(["wide"]))
+    assert forest.columns["wide"].tolist() == [[3, 4]]
+    assert forest.columns["swapped"].tolist() == [6]
+    assert forest.columns["swapped"].dtype.isnative
+    assert forest.token_columns["wide"].tolist() == [[1, 2], [3, 4]]
+
+
 def test_folding_leaves_what_it_was_given_writable():
     tokens, offsets, weights = np.array([1, 2, 3], np.int32), np.array([0, 3]), np.array([0.5, 1.5, 2.5])
     vl.fold((tokens, offsets), columns={"w": weights}, loss_mask=np.ones(3))
@@ -236,6 +254,19 @@ def test_folding_leaves_what_it_was_given_writable():
         ([[1, 2]], {"columns": {"a": [1.0]}, "identity": ["b"]}, r"identity names 'b', .* \('a'\)"),
         ([[1, 2]], {"groups": [1, 2]}, "groups must be a whole number or a name for each of the 1 rows"),
         ([[1, 2], [1]], {"groups": [1, None]}, "groups must all be numbers, or all be names"),
+        (
+            [[1], [1]],
+            {"groups": np.array([1, 2**63], np.uint64)},
+            "row 1 has the group 9,223,372,036,854,775,808",
+        ),
+        (None, {}, "rows must be lists of token ids, one a row; got NoneType"),
+        (
+            [[1, 2]],
+            {"columns": {"a": 1.0}},
+            r"columns\['a'\] must have a value for each token, .*; got float",
+        ),
+        ([[1, 2]], {"columns": {"a": pa.array([None], pa.float32())}}, r"columns\['a'\] hold 1 nulls"),
+        ([[1, 2]], {"columns": {"a": [1.0]}, "identity": [["a"]]}, r"identity names \['a'\], which is none"),
         (
             [[1], [1]],
             {"columns": {"a": [np.zeros((1, 2)), np.zeros((1, 3))]}},

@@ -34,7 +34,8 @@ def fold(
     those of every row alone, since a token sees exactly the tokens before it in its rows.
 
     Rows, columns and masks can each be a list of lists, arrays or tensors (one a row), a tuple (values, offsets), or
-    an Arrow list array. If rows are a tuple, the others may be flat arrays that share its offsets.
+    an Arrow list array. If rows are a tuple, the others may be flat arrays that share its offsets, and are read so
+    where there are as many tokens as rows.
 
     Args:
         rows: token ids. An empty row is counted, and holds nothing.
@@ -65,11 +66,17 @@ def fold(
     >>> forest.position_ids.tolist(), forest.tokens_of(2).tolist()
     ([0, 1, 2, 3, 2, 3], [0, 1, 4, 5])
     """
+    if not hasattr(rows, "__iter__"):
+        raise DocumentsError(f"rows must be lists of token ids, one a row; got {type(rows).__name__}")
     joined = as_whole(join(rows, "rows"), "rows")
     ids, offsets = _token_ids(joined), _offsets(joined.sizes)
-    names = _as_mapping(columns)
-    values = {name: _values(given, f"columns[{name!r}]", offsets) for name, given in names.items()}
-    mask = _mask(loss_mask, offsets)
+    names, has_offsets = _as_mapping(columns), isinstance(rows, tuple)
+    values = {
+        name: _values(given, f"columns[{name!r}]", offsets, has_offsets=has_offsets)
+        for name, given in names.items()
+    }
+    mask = _mask(loss_mask, offsets, has_offsets=has_offsets)
+    identity = _as_names(identity, values)
     told_apart = _told_apart(identity, values, len(ids))
     row_groups, numbers = _groups(groups, len(offsets) - 1)
     with jit.sized(len(ids) * _TOKEN_S):
@@ -190,20 +197,18 @@ RESERVED = ("row", "group", "position", "row_offsets")
 """Names of what an objective finds beside the columns that were given."""
 
 
-def _values(given: Any, name: str, offsets: IntArray) -> npt.NDArray[Any]:
-    """Return the values of a column for each token of all rows, `[raw tokens, ...]`."""
-    sizes, tokens = np.diff(offsets), int(offsets[-1])
+def _values(given: Any, name: str, offsets: IntArray, *, has_offsets: bool) -> npt.NDArray[Any]:
+    """Return the values of a column for each token of all rows, `[raw tokens, ...]`.
+
+    `has_offsets`: whether rows were given flat, so that flat values may be those of tokens.
+    """
+    sizes = np.diff(offsets)
     if is_flat(given):
-        flat = _one_array(given, name)
-        if len(flat) == len(sizes) != tokens:
-            repeated: npt.NDArray[Any] = np.repeat(flat, sizes)
-            return repeated
-        if len(flat) != tokens:
-            raise DocumentsError(
-                f"{name} has {len(flat):,} values for {tokens:,} tokens in {len(sizes):,} rows; give one for each "
-                "token, or one for each row"
-            )
-        return flat
+        return _spread_flat(_one_array(given, name), name, sizes, has_offsets=has_offsets)
+    if not hasattr(given, "__iter__"):
+        raise DocumentsError(
+            f"{name} must have a value for each token, or one for each row; got {type(given).__name__}"
+        )
     if (wide := _wide(given, name)) is not None:
         found, counts = wide
     else:
@@ -212,15 +217,34 @@ def _values(given: Any, name: str, offsets: IntArray) -> npt.NDArray[Any]:
     return found
 
 
+def _spread_flat(
+    flat: npt.NDArray[Any], name: str, sizes: IntArray, *, has_offsets: bool
+) -> npt.NDArray[Any]:
+    """Return flat values, of rows or of tokens, for each token."""
+    tokens, is_of_rows = int(sizes.sum()), len(flat) == len(sizes)
+    # There may be as many tokens as rows, some of which have none; see `fold`.
+    if len(flat) == tokens and (has_offsets or not is_of_rows):
+        return flat
+    if is_of_rows:
+        repeated: npt.NDArray[Any] = np.repeat(flat, sizes)
+        return repeated
+    raise DocumentsError(
+        f"{name} has {len(flat):,} values for {tokens:,} tokens in {len(sizes):,} rows; give one for each token, or "
+        "one for each row"
+    )
+
+
 def _one_array(given: Any, name: str) -> npt.NDArray[Any]:
     """Return flat values as an array of numbers."""
+    if nulls := getattr(given, "null_count", 0):
+        raise DocumentsError(f"{name} hold {nulls:,} nulls in place of values; fill or drop them first")
     try:
         array = np.asarray(given.cpu() if hasattr(given, "cpu") else given)
     except (ValueError, TypeError, RuntimeError) as error:
         raise DocumentsError(f"{name} can't be read as an array: {error}") from None
     if array.dtype.kind not in "biuf":
         raise DocumentsError(f"{name} must hold numbers or booleans, got dtype {array.dtype}")
-    return array
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _wide(given: Any, name: str) -> tuple[npt.NDArray[Any], IntArray] | None:
@@ -228,14 +252,15 @@ def _wide(given: Any, name: str) -> tuple[npt.NDArray[Any], IntArray] | None:
     if not isinstance(given, list) or not any(getattr(part, "ndim", 1) > 1 for part in given):
         return None
     parts = [_one_array(part, name) for part in given]
-    shapes = {part.shape[1:] for part in parts}
-    if len(shapes) > 1:
-        first = next(row for row, part in enumerate(parts) if part.shape[1:] != parts[0].shape[1:])
+    filled = [row for row, part in enumerate(parts) if part.size or part.ndim > 1] or [0]
+    shape = parts[filled[0]].shape[1:]
+    if wrong := [row for row in filled if parts[row].shape[1:] != shape]:
         raise DocumentsError(
-            f"{name}: a token of row {first:,} has values of shape {list(parts[first].shape[1:])}, and one of row 0 "
-            f"of {list(parts[0].shape[1:])}; give all tokens the same"
+            f"{name}: a token of row {wrong[0]:,} has values of shape {list(parts[wrong[0]].shape[1:])}, and one of "
+            f"row {filled[0]:,} of {list(shape)}; give all tokens the same"
         )
-    return np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
+    counts = np.array([len(part) if part.ndim else 0 for part in parts], np.int64)
+    return np.concatenate([parts[row] for row in filled]), counts
 
 
 def _check_counts(counts: IntArray, sizes: IntArray, name: str) -> None:
@@ -250,11 +275,11 @@ def _check_counts(counts: IntArray, sizes: IntArray, name: str) -> None:
         )
 
 
-def _mask(given: Any, offsets: IntArray) -> npt.NDArray[np.uint8]:
+def _mask(given: Any, offsets: IntArray, *, has_offsets: bool) -> npt.NDArray[np.uint8]:
     """Return which tokens are predicted, `[raw tokens]`; empty where all are."""
     if given is None:
         return np.empty(0, np.uint8)
-    values = _values(given, "loss_mask", offsets)
+    values = _values(given, "loss_mask", offsets, has_offsets=has_offsets)
     if values.ndim != 1:
         raise DocumentsError(
             f"loss_mask must have one value for each token, got {list(values.shape[1:])} of them"
@@ -271,16 +296,24 @@ def _count_targets(mask: npt.NDArray[np.uint8], offsets: IntArray) -> int:
     return int(np.count_nonzero(mask)) - int(np.count_nonzero(mask[begins]))
 
 
+def _as_names(identity: Any, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of columns, checked."""
+    if isinstance(identity, str):
+        raise SettingError(f"identity must be names of columns, in a list; got the text {identity!r}")
+    if not hasattr(identity, "__iter__"):
+        raise SettingError(f"identity must be names of columns, in a list; got {type(identity).__name__}")
+    names = tuple(identity)
+    for name in names:
+        if not isinstance(name, str) or name not in values:
+            known = ", ".join(map(repr, values)) or "none are given"
+            raise DocumentsError(f"identity names {name!r}, which is none of the columns ({known})")
+    return names
+
+
 def _told_apart(
     identity: Collection[str], values: Mapping[str, npt.NDArray[Any]], tokens: int
 ) -> npt.NDArray[np.uint8]:
     """Return the bytes of the columns that must be equal, uint8 `[raw tokens, bytes]`."""
-    if isinstance(identity, str):
-        raise SettingError(f"identity must be names of columns, in a list; got the text {identity!r}")
-    for name in identity:
-        if name not in values:
-            known = ", ".join(map(repr, values)) or "none are given"
-            raise DocumentsError(f"identity names {name!r}, which is none of the columns ({known})")
     if not identity or not tokens:
         return np.empty((tokens, 0), np.uint8)
     parts = [np.ascontiguousarray(values[name]).reshape(tokens, -1).view(np.uint8) for name in identity]
@@ -305,4 +338,9 @@ def _groups(given: Any, num_rows: int) -> tuple[IntArray, IntArray]:
     except TypeError as error:
         raise DocumentsError(f"groups must all be numbers, or all be names: {error}") from None
     numbers = numbers.astype(np.int64)
+    if array.dtype == np.uint64 and int(array.max()) >= 2**63:
+        row = int(np.argmax(array >= 2**63))
+        raise DocumentsError(
+            f"row {row:,} has the group {int(array[row]):,}, outside of int64; number the groups, or give names"
+        )
     return (array.astype(np.int64) if array.dtype.kind in "biu" else numbers), numbers
