@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
+from numbers import Real
 from types import NoneType
 from typing import Any, Concatenate, Literal, ParamSpec, get_args, get_origin, get_type_hints
 
@@ -161,6 +162,12 @@ def check_seconds(value: object, name: str) -> None:
     """Require a time that may be waited for."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise SettingError(f"{name} must be a positive number of seconds, and finite, got {value!r}")
+
+
+def check_temperature(value: object) -> None:
+    """Require a finite number above 0, of Python or numpy."""
+    if not (isinstance(value, Real) and 0 < float(value) < math.inf):
+        raise SettingError(f"temperature={value!r}; it must be a number above 0")
 
 
 def check_switch(value: object, name: str) -> None:

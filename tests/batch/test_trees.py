@@ -188,6 +188,9 @@ def test_padding_layouts_and_columns_of_tokens():
     assert flat.step_num_targets == 40
     empty = vl.collate(vl.fold([]), vl.pack_forest(vl.fold([]), 4))
     assert (empty.num_targets, empty.input_ids.shape, empty.max_token_id) == (0, (0, 4), -1)
+    for layout in ("rows", "flat"):
+        empty = vl.collate(vl.fold([[]]), vl.pack_forest(vl.fold([[]]), 4), layout=layout)
+        assert len(empty.segments().begins) == 0
 
 
 def test_other_packings_and_what_belongs_to_documents_are_refused():
@@ -224,3 +227,14 @@ def test_log_probabilities_of_documents_and_trees():
     assert torch.allclose(found, wanted, atol=1e-6)
     with pytest.raises(DocumentsError, match=r"logits are of shape \[1, 5, 9\], and the batch of \[1, 6\]"):
         vl.log_probs(logits[:, :5], batch)
+    with pytest.raises(DocumentsError, match=r"logits are of shape \[1, 6\], and the batch of \[1, 6\]"):
+        vl.log_probs(logits[..., 0], batch)
+    with pytest.raises(DocumentsError, match="the batch predicts token id 5, and logits are of ids 0 to 4"):
+        vl.log_probs(logits[..., :5], batch)
+    for temperature in (0, -1.0, float("nan"), "1"):
+        with pytest.raises(SettingError, match=r"temperature=.*; it must be a number above 0"):
+            vl.log_probs(logits, batch, temperature)
+    with pytest.raises(
+        SettingError, match=r"vl.log_probs\(logits, batch\) takes a PackedBatch or a TreeBatch, .* Forest"
+    ):
+        vl.log_probs(logits, vl.fold([[1]]))

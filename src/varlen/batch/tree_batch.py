@@ -216,7 +216,7 @@ def segments_of(subtree_end: Any, position_ids: Any, is_token: Any) -> TreeSegme
     positions, real = position_ids.reshape(-1).astype(np.int64), is_token.reshape(-1)
     begins_here = np.ones(ends.size, np.bool_)
     begins_here[1:] = (ends[1:] != ends[:-1]) | (positions[1:] != positions[:-1] + 1) | ~real[:-1]
-    begins_here[::width] = True
+    begins_here[:: max(width, 1)] = True
     begins = np.flatnonzero(begins_here & real)
     after = np.append(np.flatnonzero(begins_here | ~real), ends.size)
     stops = after[np.searchsorted(after, begins, side="right")]
