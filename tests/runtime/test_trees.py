@@ -1,5 +1,7 @@
 """`SliceEngine` on trees, and objectives: gradients are those of every row alone, however trees are cut."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -264,6 +266,10 @@ def small():
     [
         (lambda log_probs, columns: log_probs, r"returned a tensor of shape \[6\]; it must return a scalar"),
         (lambda log_probs, columns: 1.0, "returned float; it must return a scalar tensor"),
+        (
+            lambda log_probs, columns: (1j * log_probs).sum(),
+            "returned a complex number; it must return a scalar",
+        ),
         (lambda log_probs, columns: log_probs.detach().sum(), "has no graph to its log-probabilities"),
         (
             lambda log_probs, columns: columns["w"].clone().requires_grad_().sum(),
@@ -308,3 +314,75 @@ def test_settings_and_batches_that_a_step_of_trees_doesnt_take(small):
     forest = vl.fold([[1, 2], [1, 3, 4, 5]])
     with pytest.raises(ModelError, match="Fold them apart"):
         vl.SliceEngine(other).step(vl.collate(forest, vl.pack_forest(forest, 8)))
+    with pytest.raises(SettingError, match=r'scope=\'row\'; it must be "target", "group" or "step"'):
+        engine.step(batch, scope="row")
+    for run in (engine.step, engine.evaluate):
+        with pytest.raises(SettingError, match="a batch of trees has no documents"):
+            run(batch, document_losses=True)
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(SettingError, match='weighting="document" is of documents'):
+        vl.SliceEngine(model, weighting="document").step(batch)
+    vl.SliceEngine(model, weighting="document").step(batch, loss=lambda log_probs, columns: log_probs.sum())
+
+
+def test_an_evaluation_of_trees_gives_log_probabilities_of_occurrences():
+    rows, masks = agents()
+    forest = vl.fold(rows, loss_mask=masks)
+    model = tiny_families.family("llama", torch.float32).eval()
+    model.set_attn_implementation("eager")
+    alone = row_by_row(model, rows, masks)
+    for capacity in (300, max(map(len, rows))):
+        batch = vl.collate(forest, vl.pack_forest(forest, capacity))
+        found = vl.SliceEngine(model, 7).evaluate(batch, log_probs=True)
+        assert torch.allclose(found.log_probs.float(), alone, atol=1e-5)
+        assert abs(found.loss + float(alone.detach().mean())) < 1e-5
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("scope", OBJECTIVES)
+def test_an_objective_sees_one_dtype_in_every_scope_and_may_overwrite_what_it_is_given(small, scope):
+    model, batch = small
+    dtypes = set()
+
+    def objective(log_probs, columns):
+        dtypes.add(log_probs.dtype)
+        columns["w"].mul_(2)
+        return log_probs.mul_(columns["w"]).sum()
+
+    documents = vl.collate([[1, 2, 3, 4]], vl.pack([4], 4), columns={"w": [[1.0] * 4]})
+    for given_to in (batch, batch.to_torch(), documents, documents.to_torch()):
+        found = []
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            found.append(vl.SliceEngine(model, 3).step(given_to, loss=objective, scope=scope).loss)
+        assert (
+            found[0]
+            == found[1]
+            == pytest.approx(
+                2 * vl.SliceEngine(model).step(given_to, loss=lambda log_probs, _: log_probs.sum()).loss
+            )
+        )
+    assert dtypes == {torch.float32}
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.filterwarnings("error:engine.step adds to gradients")
+def test_objectives_add_up_over_steps_and_temperatures_are_of_numpy_too(small):
+    model, batch = small
+    model.zero_grad(set_to_none=True)
+    engine = vl.SliceEngine(model)
+    for _ in range(2):
+        engine.step(
+            batch, loss=lambda log_probs, _: log_probs.sum(), scope="target", temperature=np.float32(0.5)
+        )
+    model.zero_grad(set_to_none=True)
+
+
+def test_columns_of_documents_may_be_tensors_of_any_dtype(small):
+    model, _ = small
+    documents = vl.collate([[1, 2, 3, 4]], vl.pack([4], 4), columns={"w": [[1.0] * 4]}).to_torch()
+    for column in (torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(1, 4, requires_grad=True)):
+        given_to = dataclasses.replace(documents, columns={"w": column})
+        vl.SliceEngine(model).step(given_to, loss=lambda log_probs, columns: (log_probs * columns["w"]).sum())
+        assert column.grad is None
+    model.zero_grad(set_to_none=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from varlen.arguments import as_count, in_words
+from varlen.arguments import as_count, check_temperature, in_words
 from varlen.attention.choice import KernelChoice
 from varlen.attention.kernels import Kernels
 from varlen.attention.rules import check_rotary
@@ -98,8 +97,9 @@ class Evaluation:
     """float64 `[num_segments]`: the sum of these weights, which is the number of targets where rows have none; None
     unless losses are asked for."""
     log_probs: torch.Tensor | None
-    """float32 or wider, of the shape of `batch.labels`: each label's log-probability, 0 where there is none. None
-    unless asked for, and on ranks that don't hold the last layers."""
+    """float32 or wider, of the shape of `batch.labels`: each label's log-probability, 0 where there is none; of a
+    TreeBatch `[num_targets]`, as its occurrences. None unless asked for, and on ranks that don't hold the last
+    layers."""
 
 
 class SliceEngine:
@@ -232,10 +232,13 @@ class SliceEngine:
                 `loss` that returns no scalar, or one without a graph to its log-probabilities.
             WorkerDiedError: another process is gone, or failed; says which. The engine is closed then.
         """
-        self._warn_of_sums()
-        wanted = None if loss is None and temperature == 1 else Wanted(loss, scope, temperature)
+        if loss is None:  # what a function returns is added up as it is
+            self._warn_of_sums()
+        _check_documents(batch, document_losses=document_losses)
+        is_plain = loss is None and temperature == 1 and scope == "step"
+        wanted = None if is_plain else Wanted(loss, scope, temperature)
         inputs, run, totals = self._run(batch, plan, meter=meter, keeps_losses=document_losses, wanted=wanted)
-        if totals.num_targets == inputs.step_num_targets:
+        if loss is None and totals.num_targets == inputs.step_num_targets:
             first = next((g for p in self._learning() if (g := p.grad) is not None), None)
             self._of_whole_step = None if first is None else weakref.ref(first)
         self._log_kernels(run.kernels)
@@ -277,7 +280,7 @@ class SliceEngine:
 
     def evaluate(
         self,
-        batch: PackedBatch,
+        batch: PackedBatch | TreeBatch,
         plan: StepPlan | None = None,
         *,
         document_losses: bool = False,
@@ -291,7 +294,7 @@ class SliceEngine:
             batch: as `step` takes it.
             plan: as `step` takes it; its backward pass isn't run.
             document_losses: whether the loss of each document is wanted.
-            log_probs: whether the log-probability of each label is wanted.
+            log_probs: whether the log-probability of each label, or occurrence, is wanted.
 
         Raises:
             DocumentsError: as `step`.
@@ -301,6 +304,7 @@ class SliceEngine:
 
         >>> engine.evaluate(batch, document_losses=True).document_losses.mean()                 # doctest: +SKIP
         """
+        _check_documents(batch, document_losses=document_losses)
         keeps_losses = document_losses or log_probs
         _, _, totals = self._run(
             batch, plan, keeps_losses=keeps_losses, gives_tokens=log_probs, is_forward_only=True
@@ -407,7 +411,10 @@ class SliceEngine:
             where = (Mesh(), 0) if rank is None else (rank.coordinate.mesh, rank.coordinate.replica)
             if wanted is not None:
                 wanted.check(where[0])
-            prepared = self._prepared(batch, plan, *where, is_forward_only=is_forward_only)
+            has_function = wanted is not None and wanted.function is not None
+            prepared = self._prepared(
+                batch, plan, *where, is_forward_only=is_forward_only, has_function=has_function
+            )
         except VarlenError as error:
             if rank is None:
                 raise
@@ -423,7 +430,9 @@ class SliceEngine:
                     data = prepared.weighed(lambda _: None)
                     value = None
                     if wanted is not None:
-                        parts = replace(parts, logits=parts.logits._replace(temperature=wanted.temperature))
+                        parts = replace(
+                            parts, logits=parts.logits._replace(temperature=float(wanted.temperature))
+                        )
                         data, value = self._aimed(batch, prepared.plan, parts, data, wanted)
                     run = run_stages(self.model, parts, data, prepared.plan, **settings)
                     run = run if value is None else replace(run, loss=value)
@@ -454,7 +463,9 @@ class SliceEngine:
             self.model, parts, data, plan, keeps_losses=True, saved=self.saved, is_forward_only=True
         )
         assert seen.token_losses is not None
-        weights, value = weights_of_step(wanted.function, wanted.scope, seen.token_losses, occurrences)
+        # As in the head, where a function sees them with scope="target".
+        losses = seen.token_losses.to(torch.promote_types(parts.embedding.weight.dtype, torch.float32))
+        weights, value = weights_of_step(wanted.function, wanted.scope, losses, occurrences)
         return replace(data, weights=weights), value
 
     def _prepared(
@@ -465,6 +476,7 @@ class SliceEngine:
         replica: int,
         *,
         is_forward_only: bool,
+        has_function: bool,
     ) -> StepInputs:
         """Check the step; return its plan (slices of `slice_tokens` if none is given) and tokens."""
         if not is_forward_only:
@@ -472,7 +484,7 @@ class SliceEngine:
         if self._masters is not None:
             self._masters.check(for_gradients=not is_forward_only)
         if isinstance(batch, TreeBatch):
-            return self._prepared_trees(batch, plan, mesh)
+            return self._prepared_trees(batch, plan, mesh, has_function=has_function)
         lengths = lengths_of(batch)
         plan = batch.plan if plan is None else plan
         if plan is None and mesh.num_gpus > 1:
@@ -511,8 +523,15 @@ class SliceEngine:
             vocabulary=self.model.config.get_text_config().vocab_size,
         )
 
-    def _prepared_trees(self, batch: TreeBatch, plan: StepPlan | None, mesh: Mesh) -> StepInputs:
+    def _prepared_trees(
+        self, batch: TreeBatch, plan: StepPlan | None, mesh: Mesh, *, has_function: bool
+    ) -> StepInputs:
         """Check a step of trees; return its plan and tokens."""
+        if self.weighting != "token" and not has_function:
+            raise SettingError(
+                f'weighting="{self.weighting}" is of documents, and a batch of trees has none; give the weights of '
+                'targets as a column, and loss=lambda log_probs, columns: -(log_probs * columns["weight"]).sum()'
+            )
         if plan is not None:
             raise PlanError("a step of trees makes its plan by itself; leave the plan out")
         if mesh.num_gpus > 1:
@@ -546,8 +565,7 @@ class Wanted:
             raise SettingError(
                 f"loss={type(self.function).__name__}; it must be a function loss(log_probs, columns) -> scalar"
             )
-        if not (isinstance(self.temperature, int | float) and 0 < self.temperature < math.inf):
-            raise SettingError(f"temperature={self.temperature!r}; it must be a number above 0")
+        check_temperature(self.temperature)
         if mesh.num_gpus > 1:
             raise SettingError(
                 f"an objective on {mesh.num_gpus:,} GPUs; engines of one process compute them so far: make an engine "
@@ -555,8 +573,22 @@ class Wanted:
             )
 
 
-def _at_labels(batch: PackedBatch, of_rows: torch.Tensor) -> torch.Tensor:
-    """Return values of the tokens that predict, as `labels` has them: each at the token that is predicted."""
+def _check_documents(batch: object, *, document_losses: bool) -> None:
+    """Refuse the losses of documents that there aren't."""
+    if document_losses and isinstance(batch, TreeBatch):
+        raise SettingError(
+            "document_losses=True, and a batch of trees has no documents; engine.evaluate(batch, log_probs=True) "
+            "gives the log-probability of each occurrence, whose row is in batch.rows"
+        )
+
+
+def _at_labels(batch: PackedBatch | TreeBatch, of_rows: torch.Tensor) -> torch.Tensor:
+    """Return values of the tokens that predict, as `labels` has them: each at the token that is predicted.
+
+    Of a TreeBatch, values of its targets, as its occurrences.
+    """
+    if isinstance(batch, TreeBatch):
+        return of_rows[torch.from_numpy(ForestInputs(batch).targets[2]).to(of_rows.device)]
     inside = torch.as_tensor(batch.segment_ids).ravel() >= 0
     found = of_rows.new_zeros(inside.shape)
     found[inside.to(of_rows.device)] = of_rows.roll(1)

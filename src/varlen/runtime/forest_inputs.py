@@ -109,8 +109,9 @@ class ForestInputs:
         """The token of each target, the id that it predicts, and the target of each occurrence; int64."""
         sources = self.number[on_host(self.batch.sources)]
         ids = on_host(self.batch.targets).astype(np.int64)
-        pairs, which = np.unique(np.stack([sources, ids], 1), axis=0, return_inverse=True)
-        return pairs[:, 0], pairs[:, 1], which.reshape(-1).astype(np.int64)
+        most = int(ids.max(initial=0)) + 1
+        pairs, which = np.unique(sources * most + ids, return_inverse=True)
+        return pairs // most, pairs % most, which.astype(np.int64)
 
     def forest(self, plan: StepPlan) -> StepForest:
         """Return the trees with the slices of a plan."""
@@ -128,7 +129,7 @@ class ForestInputs:
         columns = self.batch.objective_columns()
         columns.pop("row_offsets")
         held: Mapping[str, torch.Tensor] = {
-            name: torch.as_tensor(column).to(device) for name, column in columns.items()
+            name: torch.as_tensor(column).detach().to(device) for name, column in columns.items()
         }
         return Occurrences(self.targets[2], held, len(self.targets[0]))
 
@@ -147,11 +148,10 @@ def occurrences_of_documents(batch: PackedBatch, labels: torch.Tensor) -> Occurr
     groups = np.zeros(len(lengths), np.int64)
     if batch.document_groups is not None:
         groups = on_host(batch.document_groups).astype(np.int64)
-    inside = on_host(batch.segment_ids).ravel() >= 0
-    held = {
-        name: on_host(column).reshape(len(inside), *column.shape[2:])[inside][targets + 1]
-        for name, column in batch.columns.items()
-    }
-    held |= {"row": rows, "group": groups[rows], "position": targets + 1 - offsets[rows]}
-    columns = {name: torch.as_tensor(column).to(labels.device) for name, column in held.items()}
+    at = torch.from_numpy(np.flatnonzero(on_host(batch.segment_ids).ravel() >= 0)[targets + 1])
+    given = {name: torch.as_tensor(column).detach() for name, column in batch.columns.items()}
+    held = {name: column.flatten(0, 1)[at.to(column.device)] for name, column in given.items()}
+    beside = {"row": rows, "group": groups[rows], "position": targets + 1 - offsets[rows]}
+    held |= {name: torch.from_numpy(column) for name, column in beside.items()}
+    columns = {name: column.to(labels.device) for name, column in held.items()}
     return Occurrences(targets, columns, len(labels))

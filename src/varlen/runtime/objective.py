@@ -47,11 +47,12 @@ class Occurrences:
     """Targets of the step."""
 
     def some(self, which: IntArray | None) -> dict[str, torch.Tensor]:
-        """Return the columns of some occurrences, None for all, and where each row's begin."""
-        found = dict(self.columns)
-        if which is not None:
-            at = on_device(torch.from_numpy(which), found["row"].device)
-            found = {name: column[at] for name, column in found.items()}
+        """Return copies of the columns of some occurrences, None for all, and where each row's begin."""
+        if which is None:
+            found = {name: column.clone() for name, column in self.columns.items()}
+        else:
+            at = on_device(torch.from_numpy(which), self.columns["row"].device)
+            found = {name: column[at] for name, column in self.columns.items()}
         rows = found["row"]
         begins = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         begins[1:] = rows[1:] != rows[:-1]
@@ -98,14 +99,16 @@ def called(
     name = getattr(function, "__name__", type(function).__name__)
     with torch.enable_grad():
         try:
-            value = function(leaf, columns)
+            value = function(leaf.clone(), columns)  # which may be overwritten
         except Exception as error:
             error.add_note(
                 f"in the objective {name}, with {len(leaf):,} log-probabilities and the columns {', '.join(columns)}"
             )
             raise
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        seen = f"a tensor of shape {list(value.shape)}" if torch.is_tensor(value) else type(value).__name__
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
+        seen = type(value).__name__
+        if torch.is_tensor(value):
+            seen = "a complex number" if value.is_complex() else f"a tensor of shape {list(value.shape)}"
         raise SettingError(
             f"the objective {name} returned {seen}; it must return a scalar tensor, such as a sum"
         )
