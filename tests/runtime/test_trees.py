@@ -386,3 +386,29 @@ def test_columns_of_documents_may_be_tensors_of_any_dtype(small):
         vl.SliceEngine(model).step(given_to, loss=lambda log_probs, columns: (log_probs * columns["w"]).sum())
         assert column.grad is None
     model.zero_grad(set_to_none=True)
+
+
+def test_columns_put_into_a_batch_by_hand_must_be_beside_its_targets(small):
+    model, batch = small
+    documents = vl.collate([[1, 2, 3, 4]], vl.pack([4], 4), columns={"w": [[1.0] * 4]})
+    for given_to, column, seen in (
+        (batch, torch.ones(3), r"\[3\], and this batch has columns of shape \[6\]"),
+        (batch, 1.0, r"\[\], and this batch"),
+        (documents, torch.ones(4), r"\[4\], and this batch has columns of shape \[1, 4\]"),
+    ):
+        other = dataclasses.replace(given_to, columns={"w": column})
+        with pytest.raises(DocumentsError, match=r"columns\['w'\] is of shape " + seen):
+            vl.SliceEngine(model).step(other, loss=clipped, scope="target")
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_step_of_no_targets_is_refused_and_a_function_needs_no_weighting(small):
+    model, batch = small
+    documents = vl.collate([[1, 2, 3, 4]], vl.pack([4], 4), step_num_targets=9)
+    for given_to in (batch, documents):
+        none = dataclasses.replace(given_to, step_num_targets=0)
+        with pytest.raises(SettingError, match=r"step_num_targets is 0, and the batch has [36] targets"):
+            vl.SliceEngine(model).step(none)
+    engine = vl.SliceEngine(model, weighting="document")
+    engine.step(documents, loss=lambda log_probs, columns: log_probs.sum())
+    model.zero_grad(set_to_none=True)

@@ -519,7 +519,7 @@ class SliceEngine:
             plan,
             replica,
             next(self.model.parameters()).device,
-            self.weighting,
+            "token" if has_function else self.weighting,
             vocabulary=self.model.config.get_text_config().vocab_size,
         )
 

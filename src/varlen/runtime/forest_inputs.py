@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch
 from varlen.attention.kernels import on_device
 from varlen.batch.packed import PackedBatch, on_host
 from varlen.batch.tree_batch import TreeBatch, TreeSegments, segments_of
+from varlen.errors import DocumentsError
 from varlen.runtime.decoder import IGNORED, Targets
 from varlen.runtime.objective import Occurrences
 from varlen.runtime.tree_slices import Tree, TreeCache, TreeSlice, joined_trees
@@ -126,12 +128,24 @@ class ForestInputs:
 
     def occurrences(self, device: torch.device) -> Occurrences:
         """Return the occurrences with their columns on a device."""
+        _check_columns(self.batch.columns, tuple(self.batch.sources.shape))
         columns = self.batch.objective_columns()
         columns.pop("row_offsets")
         held: Mapping[str, torch.Tensor] = {
             name: torch.as_tensor(column).detach().to(device) for name, column in columns.items()
         }
         return Occurrences(self.targets[2], held, len(self.targets[0]))
+
+
+def _check_columns(columns: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    """Refuse columns, perhaps put into the batch by hand, that aren't beside its targets."""
+    for name, column in columns.items():
+        seen = tuple(getattr(column, "shape", ()))
+        if seen[: len(shape)] != shape:
+            raise DocumentsError(
+                f"columns[{name!r}] is of shape {list(seen)}, and this batch has columns of shape {list(shape)}, a "
+                "value for each occurrence of trees, or for each place of a batch of documents"
+            )
 
 
 def occurrences_of_documents(batch: PackedBatch, labels: torch.Tensor) -> Occurrences:
@@ -149,6 +163,7 @@ def occurrences_of_documents(batch: PackedBatch, labels: torch.Tensor) -> Occurr
     if batch.document_groups is not None:
         groups = on_host(batch.document_groups).astype(np.int64)
     at = torch.from_numpy(np.flatnonzero(on_host(batch.segment_ids).ravel() >= 0)[targets + 1])
+    _check_columns(batch.columns, tuple(batch.labels.shape))
     given = {name: torch.as_tensor(column).detach() for name, column in batch.columns.items()}
     held = {name: column.flatten(0, 1)[at.to(column.device)] for name, column in given.items()}
     beside = {"row": rows, "group": groups[rows], "position": targets + 1 - offsets[rows]}

@@ -145,6 +145,7 @@ def step_inputs(
     offsets = np.concatenate([[0], np.cumsum(np.where(here, plan.lengths, 0), dtype=np.int64)])
     labels = _targets(ids, held.labels.ravel()[inside], offsets, vocabulary, is_all=not is_share)
     known = labels != IGNORED
+    _check_step(batch)
     weights = known.double()
     if is_plain:
         weights = weights / batch.step_num_targets
@@ -171,6 +172,15 @@ def step_inputs(
     )
 
 
+def _check_step(batch: PackedBatch | TreeBatch) -> None:
+    """Refuse a step of no targets, which are divided by."""
+    if batch.step_num_targets < 1:
+        raise SettingError(
+            f"step_num_targets is 0, and the batch has {batch.num_targets:,} targets; it is the number of all of the "
+            "step: collate with that, or leave it out where the step is one batch"
+        )
+
+
 def forest_inputs(
     batch: TreeBatch, slice_tokens: int, recompute: Recompute, device: torch.device, vocabulary: int
 ) -> StepInputs:
@@ -185,6 +195,7 @@ def forest_inputs(
             f"the batch holds token id {batch.max_token_id:,}, and the model knows 0 to {vocabulary - 1:,}; use the "
             "tokenizer that the model was made with, or resize its embedding"
         )
+    _check_step(batch)
     inputs = ForestInputs(batch)
     plan, _ = one_gpu_tree_plan(inputs.segments, slice_tokens, recompute=recompute)
     _, ids, which = inputs.targets
