@@ -143,6 +143,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use and keep it."""
+    if name == "losses":  # a room that imports torch, loaded on first use as names are
+        import importlib
+
+        return importlib.import_module("varlen.losses")
     if name not in _HOMES:
         raise AttributeError(f"module 'varlen' has no attribute {name!r}; public names: {', '.join(__all__)}")
     import importlib

@@ -36,7 +36,7 @@ FLOORS = (
     # A loader gives each rank the documents that a plan deals to it.
     {"feed"},
     # Runtime, adapters and proofs call the same kernels; of the rooms below, it knows the cost model's block of keys.
-    {"attention"},
+    {"attention", "losses"},
     {"runtime", "adapters", "report"},
     {"verify"},
     {"train"},
