@@ -22,6 +22,7 @@ import varlen.verify  # noqa: F401
 del pack, simulate, verify  # noqa: F821
 
 if TYPE_CHECKING:
+    from varlen import losses
     from varlen.batch.collate import collate
     from varlen.batch.log_probs import log_probs
     from varlen.batch.packed import PackedBatch
@@ -129,6 +130,7 @@ __all__ = [
     "fold",
     "load_plan",
     "log_probs",
+    "losses",
     "lower_bound",
     "merge_states",
     "pack",

@@ -74,6 +74,7 @@ PUBLIC_NAMES = [
     "fold",
     "load_plan",
     "log_probs",
+    "losses",
     "lower_bound",
     "merge_states",
     "pack",
@@ -97,7 +98,7 @@ def test_the_public_names_are_pinned():
 def test_every_public_name_can_be_imported(name):
     import varlen
 
-    assert getattr(varlen, name).__name__ == name
+    assert getattr(varlen, name).__name__.rpartition(".")[2] == name  # one is a module
 
 
 def test_a_verb_is_never_hidden_by_its_room():
