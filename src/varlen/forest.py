@@ -79,6 +79,9 @@ class Forest:
     token_columns: Mapping[str, npt.NDArray[Any]]
     """`[tokens, ...]` each: the values of the columns that tells tokens apart (`identity`)."""
     ledger: ForestLedger
+    """Counts of `rows`, `tokens_in`, `tokens`, `merged_tokens` (of rows merged by prefix), `targets_in` and
+    `targets`; and `sharing`, how many times fewer tokens are computed than in rows, beside `merged_sharing`, that of
+    merged rows."""
 
     def __post_init__(self) -> None:
         for name in _ARRAYS:

@@ -146,7 +146,12 @@ class TreeBatch:
         return visible(self.subtree_end, self.position_ids, sliding_window, chunk)
 
     def segments(self) -> TreeSegments:
-        """Return the runs of tokens between forks, padding left out, in host memory."""
+        """Return the runs of tokens between forks, padding left out, in host memory.
+
+        Returns:
+            Arrays `[segments]` in flattened positions: `begins` and `ends` of each, `stops` behind its last
+            descendant, `parents`, `depths`, and `positions` of first tokens.
+        """
         return segments_of(
             on_host(self.subtree_end), on_host(self.position_ids), on_host(self.forest_tokens) >= 0
         )
