@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from varlen.counts import many
 from varlen.errors import SettingError
 from varlen.types import Int32Array, IntArray, rebuilt
 
@@ -152,8 +153,8 @@ class Forest:
         """Return one line: rows, trees, tokens and what sharing saves."""
         ledger = self.ledger
         return (
-            f"Forest({ledger.rows:,} rows in {self.num_trees:,} trees, {ledger.tokens_in:,} tokens folded to "
-            f"{ledger.tokens:,}, {ledger.sharing:.2f}x fewer, {ledger.targets:,} targets)"
+            f"Forest({many(ledger.rows, 'row')} in {many(self.num_trees, 'tree')}, {ledger.tokens_in:,} tokens folded "
+            f"to {ledger.tokens:,}, {ledger.sharing:.2f}x fewer, {ledger.targets:,} targets)"
         )
 
 

@@ -204,7 +204,7 @@ def test_a_forest_is_read_only_here_and_in_another_process():
         for array in (one.token_ids, one.row_tokens, one.targets, one.columns["a"]):
             with pytest.raises(ValueError, match="read-only"):
                 array[0] = 0
-    assert repr(forest) == "Forest(2 rows in 1 trees, 4 tokens folded to 3, 1.33x fewer, 2 targets)"
+    assert repr(forest) == "Forest(2 rows in 1 tree, 4 tokens folded to 3, 1.33x fewer, 2 targets)"
 
 
 def test_a_value_for_each_row_stays_so_where_there_are_as_many_tokens():
