@@ -151,10 +151,10 @@ class Forest:
 
     def __repr__(self) -> str:
         """Return one line: rows, trees, tokens and what sharing saves."""
-        ledger = self.ledger
+        ledger, rows, trees = self.ledger, many(self.num_rows, "row"), many(self.num_trees, "tree")
         return (
-            f"Forest({many(ledger.rows, 'row')} in {many(self.num_trees, 'tree')}, {ledger.tokens_in:,} tokens folded "
-            f"to {ledger.tokens:,}, {ledger.sharing:.2f}x fewer, {ledger.targets:,} targets)"
+            f"Forest({rows} in {trees}, {ledger.tokens_in:,} tokens folded to {ledger.tokens:,}, "
+            f"{ledger.sharing:.2f}x fewer, {ledger.targets:,} targets)"
         )
 
 
