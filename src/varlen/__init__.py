@@ -145,16 +145,18 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use and keep it."""
-    if name == "losses":  # a room that imports torch, loaded on first use as names are
-        import importlib
-
-        return importlib.import_module("varlen.losses")
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'varlen' has no attribute {name!r}; public names: {', '.join(__all__)}")
     import importlib
 
     try:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        # One name is a room by itself.
+        home = _HOMES.get(name)
+        value = (
+            getattr(importlib.import_module(home), name)
+            if home
+            else importlib.import_module(f"varlen.{name}")
+        )
     except ModuleNotFoundError as error:
         from varlen.missing import library_in, of_missing
 
