@@ -97,6 +97,21 @@ def test_a_sibling_moves_nothing_outside_of_its_subtree(attention):
         assert (without[0][4:] != without[1][4:]).any()
 
 
+def test_a_model_that_takes_one_mask_is_given_one_whatever_its_config_names():
+    """Llama's code knows no mapping of masks, so a name for its layers changes nothing, and two kinds are refused."""
+    model, trees = llama("sdpa"), small_batch()
+    documents = vl.collate([[1, 2, 3], [4, 5]], vl.pack([3, 2], 6))
+    with torch.no_grad():
+        wanted = [model(**model_inputs(batch, model)).logits for batch in (trees, documents)]
+        model.config.layer_types = ["full_attention"] * 2
+        found = [model(**model_inputs(batch, model)).logits for batch in (trees, documents)]
+    assert all((one == other).all() for one, other in zip(wanted, found))
+    model.config.layer_types, model.config.sliding_window = ["full_attention", "sliding_attention"], 2
+    for batch in (trees, documents):
+        with pytest.raises(ModelError, match=r"layers of 2 kinds .* and takes one mask for all"):
+            model_inputs(batch, model)
+
+
 def test_compiled_flex_attention_in_float32_agrees_with_sdpa():
     model, batch = llama(), small_batch()
     found = {}

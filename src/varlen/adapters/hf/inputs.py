@@ -15,6 +15,7 @@ import torch
 from varlen.adapters.hf import attention
 from varlen.adapters.hf.mixing import (
     check_family,
+    check_kinds,
     check_trunk,
     drops_block_masks,
     drops_boundaries,
@@ -381,17 +382,6 @@ def explicit_masks(batch: PackedBatch, model: Any, form: str, dtype: torch.dtype
     if kinds and takes_mapping(model):
         return {kind: _mask(batch, model, kind, form, dtype) for kind in kinds}
     return _mask(batch, model, kinds[0] if kinds else only_kind(model), form, dtype)
-
-
-def check_kinds(model: Any) -> None:
-    """Refuse masks of several kinds for a model that takes one."""
-    kinds = named_kinds(text_config(model))
-    if len(kinds) > 1 and not takes_mapping(model):
-        raise ModelError(
-            f"{type(unwrap(model)).__name__} has layers of {len(kinds)} kinds ({', '.join(kinds)}) and takes one "
-            "mask for all; use varlen.adapters.hf.use_varlen_attention(model), which takes no mask, or give it one "
-            "document a row (padded)"
-        )
 
 
 def _counts_itself(config: Any) -> bool:

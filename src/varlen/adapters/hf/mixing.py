@@ -93,7 +93,7 @@ def pools(model: Any) -> bool:
 
 def _check(model: Any, base: Any, *, with_head: bool) -> None:
     config = text_config(base)
-    reason = _two_sequences(base) or _soft_prompt(model) or _flat_masks(base)
+    reason = _two_sequences(base) or _soft_prompt(model) or _by_family(base)
     if not reason and not family(base).boundaries:
         reason = _foreign_layers(config) or _recurrence(base)
     if not reason:
@@ -142,7 +142,7 @@ def _both_directions(config: Any, decoder: Any) -> str | None:
     return _DIRECTIONS[decoder]
 
 
-def _flat_masks(model: Any) -> str | None:
+def _by_family(model: Any) -> str | None:
     if family(model).takes_flat_masks:
         return "takes masks of padding alone, in which documents of a row can't be told apart"
     if family(model).mixes_neighbours:
@@ -328,6 +328,17 @@ def drops_block_masks(model: Any) -> bool:
 def takes_mapping(model: Any) -> bool:
     """Return whether a model whose layers are of several kinds takes a mask for each; else it makes all of one."""
     return _read(model)[2]
+
+
+def check_kinds(model: Any) -> None:
+    """Refuse masks of several kinds for a model that takes one."""
+    kinds = named_kinds(text_config(model))
+    if len(kinds) > 1 and not takes_mapping(model):
+        raise ModelError(
+            f"{type(unwrap(model)).__name__} has layers of {len(kinds)} kinds ({', '.join(kinds)}) and takes one "
+            "mask for all; use varlen.adapters.hf.use_varlen_attention(model), which takes no mask, or give it one "
+            "document a row (padded)"
+        )
 
 
 def _read(model: Any) -> tuple[str | None, bool, bool]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from varlen.adapters.hf import attention
-from varlen.adapters.hf.mixing import is_bidirectional
+from varlen.adapters.hf.mixing import check_kinds, is_bidirectional, takes_mapping
 from varlen.adapters.hf.model import (
     accepts,
     check_size,
@@ -94,11 +94,14 @@ def tree_arguments(batch: TreeBatch, model: Any, forms: dict[str, str]) -> dict[
             f'the model\'s attention is "{name}", which computes no trees; choose one of {known} with '
             f"model.set_attn_implementation(...), {attention.NAME} with varlen.adapters.hf.use_varlen_attention"
         )
+    check_kinds(model)
     kinds = named_kinds(text_config(model))
     masks = {
         kind: _mask(tensors, model, kind, forms[name], base.dtype) for kind in kinds or (only_kind(model),)
     }
-    return inputs | {"attention_mask": masks if kinds else next(iter(masks.values()))}
+    return inputs | {
+        "attention_mask": masks if kinds and takes_mapping(model) else next(iter(masks.values()))
+    }
 
 
 def spans_of(batch: TreeBatch) -> TreeSpans:
