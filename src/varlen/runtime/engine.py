@@ -433,7 +433,7 @@ class SliceEngine:
                         parts = replace(
                             parts, logits=parts.logits._replace(temperature=float(wanted.temperature))
                         )
-                        data, value = self._aimed(batch, prepared.plan, parts, data, wanted)
+                        data, value = self._aimed(batch, prepared, parts, data, wanted)
                     run = run_stages(self.model, parts, data, prepared.plan, **settings)
                     run = run if value is None else replace(run, loss=value)
                     totals = totals_of_one(prepared, run, gives_tokens=gives_tokens)
@@ -445,7 +445,7 @@ class SliceEngine:
     def _aimed(
         self,
         batch: PackedBatch | TreeBatch,
-        plan: StepPlan,
+        inputs: StepInputs,
         parts: DecoderParts,
         data: StepData,
         wanted: Wanted,
@@ -453,14 +453,15 @@ class SliceEngine:
         """Return the data with the weights of an objective, or with the objective; and the step's loss, if known."""
         if wanted.function is None:
             return data, None
-        if isinstance(batch, TreeBatch):
-            occurrences = ForestInputs(batch).occurrences(data.input_ids.device)
+        if inputs.trees is not None:
+            occurrences = inputs.trees.occurrences(data.input_ids.device)
         else:
+            assert isinstance(batch, PackedBatch), "a batch of trees has them in its inputs"
             occurrences = occurrences_of_documents(batch, data.labels)
         if wanted.scope == "target":
             return replace(data, objective=Objective(wanted.function, occurrences)), None
         seen = run_stages(
-            self.model, parts, data, plan, keeps_losses=True, saved=self.saved, is_forward_only=True
+            self.model, parts, data, inputs.plan, keeps_losses=True, saved=self.saved, is_forward_only=True
         )
         assert seen.token_losses is not None
         # As in the head, where a function sees them with scope="target".

@@ -49,8 +49,8 @@ class StepInputs:
     """bool `[num_documents]`: the documents that this replica counts; one replica counts each."""
     document_ids: npt.NDArray[np.int64]
     """int64 `[num_documents]`: ids as in the batch; 0 for documents that this process doesn't hold."""
-    num_occurrences: int | None = None
-    """Targets of the rows that are folded to trees; None of documents."""
+    trees: ForestInputs | None = None
+    """The batch where it is of trees; None of documents."""
 
     def weighed(self, add: Sum) -> StepData:
         """Return the data with each target's weight in the step's loss.
@@ -94,8 +94,8 @@ class StepInputs:
     @property
     def num_targets(self) -> int:
         """Labels of the documents that this rank counts."""
-        if self.num_occurrences is not None:
-            return self.num_occurrences
+        if self.trees is not None:
+            return self.trees.batch.num_targets
         return int(self._by_document((self.data.labels != IGNORED).double())[self.own].sum())
 
     def _by_document(self, values: torch.Tensor) -> FloatArray:
@@ -215,7 +215,7 @@ def forest_inputs(
         step_num_targets=batch.step_num_targets,
         own=np.ones(len(plan.lengths), np.bool_),
         document_ids=np.arange(len(plan.lengths)),
-        num_occurrences=batch.num_targets,
+        trees=inputs,
     )
 
 

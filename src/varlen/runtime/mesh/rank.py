@@ -452,7 +452,7 @@ def totals_of_one(inputs: StepInputs, run: StepRun, *, gives_tokens: bool) -> To
     # It counts all documents, whichever rank the plan gives them.
     every = replace(inputs, own=np.ones_like(inputs.own))
     losses = None
-    if run.token_losses is not None and inputs.num_occurrences is None:
+    if run.token_losses is not None and inputs.trees is None:
         losses = every.losses_by_document(run.token_losses, is_counted=True)
     return Totals(
         loss=run.loss,
